@@ -74,7 +74,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add(runs, names, prompts=50, gen_tokens=32, repeats=3)
     rows = "one per prompt as it finishes, one per way to generate, a summary"
     flags.add(parser, "out", out=rows)
-    return flags.parsed(parser, argv, needs_draft=False)
+    return flags.parsed(parser, argv)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,6 @@ def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
     """Loads models, measures, writes and prints rows; returns the exit status."""
-    started = time.perf_counter()
     sides, subject = load(args)
     out.common = {
         **models_lib.describe(args, sides.lm),
@@ -209,7 +208,7 @@ def run(
         "hf": sides.hf.description,
         **records.provenance(),
     }
-    loaded_s, ways = time.perf_counter() - started, sides.ways(args.gammas)
+    ways = sides.ways(args.gammas)
     how = {"reference": THEIR_PLAIN, "repeats": args.repeats}
     done = compare.run_prompts(sides.generate, ways, subject, out, **how)
     for length in dict.fromkeys(one.prompt.category for one in done):
@@ -231,8 +230,6 @@ def run(
             "greedy_identical": sum(same),
             "matched": matched,
             "nonfinite_logits": sum(one.nonfinite for one in done),
-            "load_s": loaded_s,
-            "total_s": time.perf_counter() - started,
         }
     )
     console.print(

@@ -9,6 +9,7 @@ our drafted text is not that of our decoding, 1 the input was unusable.
 
 import argparse
 import dataclasses
+import itertools
 import pathlib
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -30,8 +31,8 @@ from experiments.lib import (
     terminal,
 )
 from spec_jax import loading
+from spec_jax.analysis import metrics
 from spec_jax.drafters import registry
-from spec_jax.engine import checks
 from spec_jax.model import eagle3_files, gguf_header, head_dialects
 
 
@@ -99,39 +100,32 @@ class Sides:
     settings: runs_lib.Settings
     drafts: Mapping[str, pathlib.Path]  # GGUF files of heads
 
-    @property
-    def others(self) -> dict[str, pathlib.Path]:
-        """Files of the target in other quantisations, by their names."""
-        return {path.stem: path for path in self.args.gguf[1:]}
-
     def ways(self) -> list[compare.Run]:
         """Returns all runs: plain on both sides, speculative by each drafter and gamma,
-        and llama.cpp's plain ones of its other files."""
-        drafted = [(name, gamma) for name in self.lms for gamma in self.args.gamma]
+        and llama.cpp's plain ones of its other files, by their names."""
+        drafted = itertools.product(self.lms, self.args.gamma)
         both = [
             compare.Run(side=side, method=method, gamma=gamma)
             for method, gamma in [(PLAIN, None), *drafted]
             for side in (compare.OURS, THEIRS)
         ]
-        return both + [compare.Run(side=THEIRS, method=name) for name in self.others]
+        others = [path.stem for path in self.args.gguf[1:]]
+        return both + [compare.Run(side=THEIRS, method=name) for name in others]
 
     def generate(self, run: compare.Run, prompt: list[int]) -> compare.Generated:
         """Generates once from a prompt, in the way that `run` names.
 
         Raises:
-          FloatingPointError: our logits are not finite.
           ValueError: llama.cpp fails, or finds another number of tokens in the prompt.
         """
-        settings, (first, *_) = self.settings, self.lms.values()
-        lm = self.lms.get(run.method, first)
+        settings, (first, *others) = self.settings, self.args.gguf
+        lm = self.lms.get(run.method, next(iter(self.lms.values())))
         if run.side == compare.OURS:
-            done = compare.ours(lm, settings, prompt, gamma=run.gamma)
-            checks.check_finite(done.nonfinite)
-            return done
+            return compare.ours(lm, settings, prompt, gamma=run.gamma)
         done, prompt_tokens = llama_cpp.generate(
             self.args.llama_bin,
-            self.others.get(run.method, self.args.gguf[0]),
-            b"".join(lm.tokenizer.bytes_of(int(token)) for token in prompt),
+            {path.stem: path for path in others}.get(run.method, first),
+            compare.bytes_of(lm, prompt),
             max_tokens=settings.gen_tokens,
             capacity=settings.capacity,
             gamma=run.gamma,
@@ -191,23 +185,21 @@ def measure_steps(
     alone = dataclasses.replace(lm, drafter=None)
     how = {"contexts": (CONTEXT,), "rows": ROWS, "prefills": PREFILLS, "steps": 20}
     (group,) = steps.all_costs(alone, **how, page_size=args.page_size)
-    costs = {cost.name: cost for cost in group}
-    turns, described = [], {}
+    costs = {cost.name: cost.case for cost in group}
+    turns: list[tuple[dict[str, float], dict[str, str]]] = []
 
     def of_theirs() -> float:
         sizes = {"prompts": (*ROWS, *PREFILLS), "tokens": TOKENS}
         how = {"repeats": BENCH_REPEATS, **sizes}
-        found, told = llama_cpp.bench(args.llama_bin, args.gguf[0], **how)
-        turns.append(found)
-        described.update(told)
+        turns.append(llama_cpp.bench(args.llama_bin, args.gguf[0], **how))
         return 0.0
 
-    cases = {name: costs[cost].case for name, (cost, _) in TESTS.items()}
-    cases[THEIRS] = lambda: of_theirs
-    ours = bench.run(cases, repeats=args.repeats)
+    cases = {name: costs[cost] for name, (cost, _) in TESTS.items()}
+    ours = bench.run(cases | {THEIRS: lambda: of_theirs}, repeats=args.repeats)
     # The first turn of theirs was a warm-up; `bench.run` leaves out that of ours.
+    (_, described), *timed = turns
     return [
-        compared(name, "ms", ours.seconds[name], [turn[test] for turn in turns[1:]])
+        compared(name, "ms", ours.seconds[name], [found[test] for found, _ in timed])
         for name, (_, test) in TESTS.items()
     ], described
 
@@ -240,13 +232,12 @@ def rows(prompts: Sequence[compare.PromptRuns]) -> list[dict[str, Any]]:
     """
     made, every = [], list(prompts[0].every)
     e2e = {run: compare.per_token(prompts, run) for run in every}
-    decode = {run: compare.per_token(prompts, run, whole=False) for run in every}
     same = {run: sum(p.first_difference(run) is None for p in prompts) for run in every}
     for theirs in (run for run in every if run.side == THEIRS):
         # A file that llama.cpp alone reads is compared with our plain decoding.
         ours = dataclasses.replace(theirs, side=compare.OURS)
         ours = ours if ours in every else compare.OUR_PLAIN
-        kind = theirs.method
+        kind, both = theirs.method, (ours, theirs)
         if theirs.gamma is not None:
             kind += f", {theirs.gamma} drafted"
         elif theirs.method != PLAIN:
@@ -254,25 +245,23 @@ def rows(prompts: Sequence[compare.PromptRuns]) -> list[dict[str, Any]]:
         more: dict[str, Any] = {"prompts": len(prompts)}
         more |= {"same_ours": same[ours], "same_theirs": same[theirs]}
         if ours.gamma:
-            found = (_drafts(prompts, run) for run in (ours, theirs))
+            found = [_drafts(compare.counted(prompts, run)) for run in both]
             more["drafts"] = dict(zip(BOTH, found, strict=True))
-        of_decode, of_e2e = ((of[ours], of[theirs]) for of in (decode, e2e))
+        decode = [compare.per_token(prompts, run, whole=False) for run in both]
         made += [
-            compared(f"{kind}: decode", "ms/token", *of_decode),
-            compared(f"{kind}: end to end", "ms/token", *of_e2e, **more),
+            compared(f"{kind}: decode", "ms/token", *decode),
+            compared(f"{kind}: end to end", "ms/token", e2e[ours], e2e[theirs], **more),
         ]
-    at_all = [each for run, each in e2e.items() if run.side == THEIRS]
+    theirs = [each for run, each in e2e.items() if run.side == THEIRS]
     drafted = [each for run, each in e2e.items() if run.side != THEIRS and run.gamma]
-    fastest = min(drafted, key=sum), min(at_all, key=sum)
+    fastest = min(drafted, key=sum), min(theirs, key=sum)
     name = "the fastest that drafts, and the fastest of theirs: end to end"
     return [*made, compared(name, "ms/token", *fastest)]
 
 
-def _drafts(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str, Any]:
-    total = compare.counted(prompts, run)
+def _drafts(total: metrics.Counters) -> dict[str, Any]:
     counts = {n: getattr(total, n) for n in ("rounds", "proposed", "accepted")}
-    kept = total.accepted / total.rounds if total.rounds else None
-    return counts | {"accepted_per_round": kept}
+    return counts | {"accepted_per_round": metrics.ratio(total.accepted, total.rounds)}
 
 
 def _shown(row: tables.Row) -> str:

@@ -60,7 +60,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         """,
         CERTIFICATE=pathlib.Path,
     )
-    fan_out.add_flags(parser.add_argument_group("cells on a cluster"))
+    flags.add(parser.add_argument_group("cells on a cluster"), "cluster")
     args = flags.parsed(parser, argv)
     _name_head(args)
     if args.limit and not args.verify:

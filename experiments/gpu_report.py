@@ -16,7 +16,7 @@ to compile, and how many kernels they have; calls.jsonl says how each call went.
 Weights are random and made on the device. Compiled programs are kept below --out. Start
 it from the root of the repository, where nothing needs to be installed but its
 dependencies: `python -m experiments.gpu_report`. Without a GPU only --dry-run works,
-which traces and lowers all programs, and --rehearse.
+which traces and lowers all programs.
 Exit status: 0 all done and equal, 2 something failed or differs, 1 unusable input.
 """
 
@@ -43,67 +43,15 @@ COMPILED = "compiled"
 ON_EITHER_DEVICE = ("kernels", "latency")
 """Scripts that take `--device`."""
 
-# Section, seconds, name and command of each call; the most telling calls first.
-_CALLS = """
-c | 45 | steps 0.6b | {small} --steps 128 {all}
-d | 40 | rounds of 8b with 0.6b | {pair} {forced} --forced 0.39,0.6,0.8 --gammas 4,2
-c | 60 | steps 8b | {pair} --steps 32 {all}
-h | 35 | dspark | {large} --head dspark {published}
-h | 35 | eagle3 tree of 32 | {large} --head eagle3 --head-tree 32 {published}
-a | 60 | exactness | exactness {cells}
-h | 30 | eagle3 | {large} --head eagle3 {published}
-h | 35 | dflash | {large} --head dflash {published}
-a | 65 | exactness dspark | exactness --drafter dspark {one} {cells}
-t | 20 | trace 0.6b | {small} {traced}
-t | 20 | trace 8b | {large} {traced}
-c | 25 | sampling 8b | {large} {sampled} --steps 32 --contexts 128 --rows 1
-c | 35 | long contexts 8b | {large} --steps 32 --contexts 16384 32768 --rows 5
-c | 30 | steps llama 8b | latency --preset {llama} {turns} {few}
-c | 30 | steps qwen2.5 7b | latency --preset {qwen2} {turns} {few}
-h | 30 | eagle3 tree of 16 | {large} --head eagle3 --head-tree 16 {published}
-h | 50 | eagle3 tree of 64 | {large} --head eagle3 --head-tree 64 {published}
-h | 50 | dspark tree of 32 | {large} --head dspark --head-tree 32 {published}
-c | 20 | steps 0.6b q8_0 | {small} {bytes}
-c | 35 | steps 8b q8_0 | {large} {bytes}
-a | 60 | rows of kernels 8b q8_0 | kernels --preset {8b} --weights q8_0 {checked}
-b | 110 | batches | throughput --prompts 16 --batch 1,4,16 --repeats 2 --impl {impl}
-a | 60 | rows of kernels 8b | kernels --preset {8b} {checked}
-a | 50 | rows of kernels 0.6b | kernels --preset {0.6b} {checked}
-c | 25 | prompts 8b | {large} --steps 8 --contexts 128 --rows 1 --prefill 128,1024
-h | 30 | dspark tree of 16 | {large} --head dspark --head-tree 16 {published}
-h | 50 | dspark tree of 64 | {large} --head dspark --head-tree 64 {published}
-"""
+DRY_RUNS = "latency"
+"""The script that compiles its programs without weights, by `--dry-run`."""
 
-_WORDS = {
-    "0.6b": "qwen3-0.6b",
-    "8b": "qwen3-8b",
-    "llama": "llama-3.1-8b",
-    "qwen2": "qwen2.5-7b",
-    "small": "latency --preset {0.6b} {turns}",
-    "large": "latency --preset {8b} {turns}",
-    "pair": "latency --preset {8b} --draft-preset {0.6b} {turns}",
-    "turns": "--impl {impl} --repeats 5",
-    "all": "--contexts 128 4096 --rows 1,5,8,16",
-    "bytes": "--weights q8_0 --steps 32 --contexts 128 --rows 1,5,16",
-    "few": "--steps 32 --contexts 128 --rows 1,5",
-    "forced": "--no-steps --contexts 128 --gen-tokens 128",
-    "published": "--steps 32 --contexts 128 --forced mt-bench,gsm8k --gen-tokens 128",
-    "sampled": "--temperature 0.7 --top-k 20 --top-p 0.8",
-    "traced": "--steps 16 --contexts 128 --rows 1 --trace {out}/trace",
-    "cells": "--prompts 4 --gen-tokens 32 --gamma 4 --impl {impl}",
-    "one": "--page-size 16 --cache paged --gamma-policy fixed",
-    "checked": "--contexts 5,300",
-}
-
-# The rehearsal's model has two thousandths of the size. These flags come last, and so
-# replace the contexts and repeats of a call.
-_MODELS = ("0.6b", "8b", "llama", "qwen2")
-_REHEARSED = {
-    "latency": "--repeats 1 --steps 2 --contexts 16 --gen-tokens 12",
-    "exactness": "--gen-tokens 4 --gamma-policy fixed --sampling greedy "
-    "--dtype bfloat16",
-    "kernels": "--contexts 5",
-}
+_CALLS, _WORDS = re.findall(
+    r"^```text\n(.*?)^```$",
+    pathlib.Path(__file__).with_suffix(".md").read_text(encoding="utf-8"),
+    re.MULTILINE | re.DOTALL,
+)
+"""The calls, and words that stand for parts of them, a line each."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -117,7 +65,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --budget N=490  seconds for all calls together; a call that is expected to take
             more than is left is left out
         --impl NAME=triton  kernels
-        --rehearse  the same calls with a tiny model and few repeats, on any device
         --list  say what could be called, in order, and call nothing
         --dry-run  run nothing, and need no GPU: trace and lower all programs
         --out FOLDER  rows of each call, what it printed, and compiled programs
@@ -144,11 +91,6 @@ class Call:
         """The name of the call's files, without a suffix."""
         return f"{self.section}-{re.sub('[^a-z0-9.]+', '-', self.name)}"
 
-    @property
-    def can_dry_run(self) -> bool:
-        """Whether the programs of the call can be compiled without weights."""
-        return self.script == "latency"
-
     def request(
         self, out: pathlib.Path, *, device: str, prefix: str = "", dry_run: bool = False
     ) -> tuple[str, list[str], pathlib.Path]:
@@ -168,22 +110,16 @@ class Call:
         return f"experiments.{self.script}", arguments, path.with_suffix(".txt")
 
 
-def all_calls(*, impl: str, rehearse: bool = False) -> list[Call]:
-    """Returns every call of the report, in order.
-
-    Args:
-      impl: the kernels of steps and rounds.
-      rehearse: whether the calls are of a tiny model, with few repeats.
-    """
-    words = _WORDS | {"impl": impl} | dict.fromkeys(_MODELS * rehearse, "tiny")
-    text = _CALLS.strip()
+def all_calls(*, impl: str) -> list[Call]:
+    """Returns every call, in order; `impl` is the kernels of steps and rounds."""
+    words = dict(line.split(": ", 1) for line in _WORDS.splitlines())
+    words, text = words | {"impl": impl}, _CALLS.strip()
     for _ in range(4):  # Words may hold words.
         text = re.sub(r"{([\w.]+)}", lambda m: words.get(m[1], m[0]), text)
     calls = []
     for line in text.splitlines():
         section, seconds, name, command = map(str.strip, line.split(" | "))
         script, *arguments = shlex.split(command)
-        arguments += shlex.split(_REHEARSED.get(script, "")) * rehearse
         calls.append(Call(section, name, script, tuple(arguments), float(seconds)))
     return calls
 
@@ -196,9 +132,9 @@ def chosen(args: argparse.Namespace) -> list[Call]:
     """
     calls = [
         call
-        for call in all_calls(impl=args.impl, rehearse=args.rehearse)
+        for call in all_calls(impl=args.impl)
         if (args.only is None or args.only.search(f"{call.section} {call.name}"))
-        and (call.can_dry_run or not args.dry_run)
+        and (call.script == DRY_RUNS or not args.dry_run)
     ]
     if not calls:
         raise ValueError(f"no call is named so: --only {args.only.pattern}; see --list")
@@ -248,13 +184,11 @@ def compile_ahead(
     begun: set[str],
     over: threading.Event,
 ) -> None:
-    """Compiles the programs of calls, first of those not begun, until `over` is set."""
-    left = [call for call in calls if call.can_dry_run]
-    while left and not over.is_set():
-        call = next((each for each in left if each.name not in begun), left[0])
-        left.remove(call)
-        how = {"device": device_here(), "prefix": "compile-", "dry_run": True}
-        worker.run(*call.request(args.out, **how), limit_s=args.budget)
+    """Compiles the programs of calls that are not begun, until `over` is set."""
+    how = {"device": device_here(), "prefix": "compile-", "dry_run": True}
+    for call in calls:
+        if call.script == DRY_RUNS and call.name not in begun and not over.is_set():
+            worker.run(*call.request(args.out, **how), limit_s=args.budget)
 
 
 def device_here() -> str:
@@ -264,44 +198,40 @@ def device_here() -> str:
 
 def run_all(args: argparse.Namespace) -> int:
     """Runs the calls in turn, each with a row in `calls.jsonl`; returns the status."""
-    calls, started = chosen(args), time.monotonic()
+    calls, started, status = chosen(args), time.monotonic(), DONE
     args.out.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = [{"kind": "versions", **processes.versions()}]
     worker, ahead = (worker_of(args, is_ahead=is_ahead) for is_ahead in (False, True))
     # The first call starts at once, and compiles its own programs.
     begun, over = {calls[0].name}, threading.Event()
     given = (args, ahead, calls, begun, over)
     compiling = threading.Thread(target=compile_ahead, args=given, daemon=True)
-    try:
-        if not args.dry_run:
-            compiling.start()
-        for call in calls:
-            begun.add(call.name)
-            left_s = args.budget - (time.monotonic() - started)
-            is_in_time = call is calls[0] or left_s >= call.seconds
-            rows.append(run_call(args, worker, call, left_s if is_in_time else None))
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            (args.out / "calls.jsonl").write_text(text)
-            row = rows[-1]
-            print(f"{time.monotonic() - started:5.0f} s {call.section} {call.name}: "
-                  f"{row['status']} after {row['seconds']} s, of {call.seconds:.0f} "
-                  f"expected; {row['rows']} rows", flush=True)  # fmt: skip
-        if args.rehearse and not args.dry_run:
-            compiling.join()  # A rehearsal covers its rows, too.
-    finally:
-        over.set()
-        worker.end()
-        ahead.end()
+    with (args.out / "calls.jsonl").open("w", buffering=1) as file:
+        print(json.dumps({"kind": "versions", **processes.versions()}), file=file)
+        try:
+            if not args.dry_run:
+                compiling.start()
+            for call in calls:
+                begun.add(call.name)
+                left_s = args.budget - (time.monotonic() - started)
+                is_in_time = call is calls[0] or left_s >= call.seconds
+                row = run_call(args, worker, call, left_s if is_in_time else None)
+                print(json.dumps(row), file=file)
+                if row["status"] not in ("done", "left out"):
+                    status = FAILED
+                print(f"{time.monotonic() - started:5.0f} s {call.section} "
+                      f"{call.name}: {row['status']} after {row['seconds']} s, of "
+                      f"{call.seconds:.0f} expected; {row['rows']} rows",
+                      flush=True)  # fmt: skip
+        finally:
+            over.set()
+            worker.end()
+            ahead.end()
     print(f"rows: {args.out}", flush=True)
-    known = ("done", "left out")
-    return DONE if all(row["status"] in known for row in rows[1:]) else FAILED
+    return status
 
 
 def run_call(
-    args: argparse.Namespace,
-    worker: processes.Worker,
-    call: Call,
-    left_s: float | None,
+    args: argparse.Namespace, worker: processes.Worker, call: Call, left_s: float | None
 ) -> dict[str, Any]:
     """Runs a call within `left_s` seconds, None: leaves it out; returns its row."""
     device = "gpu" if args.dry_run else device_here()
@@ -311,9 +241,7 @@ def run_call(
     elif left_s is None:
         outcome = processes.Outcome(status="left out", exit_status=None, seconds=0.0)
     else:
-        # A rehearsal may take all of the time: the machine may be slow.
-        limit_s = left_s if args.rehearse else min(left_s, 3 * call.seconds)
-        outcome = worker.run(*request, limit_s=limit_s)
+        outcome = worker.run(*request, limit_s=min(left_s, 3 * call.seconds))
     path = args.out / f"{call.file}.jsonl"
     lines = path.read_text().splitlines() if path.exists() else ()
     rows = [json.loads(line) for line in lines]
@@ -335,24 +263,22 @@ def run(args: argparse.Namespace) -> int:
     Raises:
       ValueError: there is no GPU here, or `--out` is missing where it is needed.
     """
-    own_out = args.out is not None
-    args.out = (args.out or RESULTS).resolve()
     if args.list:
         for call in chosen(args):
             words = " ".join((call.script, *call.arguments))
             print(f"{call.section} {call.name}, {call.seconds:.0f} s: {words}")
         return DONE
-    needs_gpu = not (args.dry_run or args.rehearse)
-    if needs_gpu and device_here() == "cpu":
+    if not args.dry_run and device_here() == "cpu":
         raise ValueError(
             "no GPU is found (nvidia-smi does not name one); --dry-run --out FOLDER "
             "traces and lowers all programs without one"
         )
-    if not needs_gpu and not own_out:
+    if args.dry_run and args.out is None:
         raise ValueError(
-            "--out FOLDER is needed with --dry-run and --rehearse: "
-            "experiments/results/gpu is for what is measured on a GPU"
+            "--out FOLDER is needed with --dry-run: experiments/results/gpu is for "
+            "what is measured on a GPU"
         )
+    args.out = (args.out or RESULTS).resolve()
     return run_all(args)
 
 

@@ -103,11 +103,18 @@ def run(
         "native_isa": dispatch.instruction_set(impl),
         **records.provenance(),
     }
-    shown = tables.Report(out, console, {})
+    shown = tables.Report(out, console, COLUMNS)
     for name, work in jobs.items():
         shown.add(name, work)
     return FAILED if shown.failed else EQUAL
 
+
+COLUMNS = {
+    "hash": {"check": "", "sha256": ""},
+    "bitwise": {"check": "", **dict.fromkeys(("cases", "elements", "differing"), ",d")},
+    "control": {"check": "", "differing": ",d", "seen": ""},
+}
+"""Columns of the table of each kind of rows."""
 
 main = records.script("kernels.py", parse_args, run)
 

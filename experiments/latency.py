@@ -79,7 +79,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     flags.add(group, "repeats gen-tokens temperature noise", repeats=20)
     flags.add(parser, "device out", out="one per step, then one summary")
-    args = parser.parse_args(argv)
+    args = flags.parsed(parser, argv)
     _check(parser, args)
     # Steps of a large model are slow, and few of them are enough.
     args.steps = args.steps or (4 if args.preset else 20)
@@ -91,13 +91,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _check(parser: cli.Parser, args: argparse.Namespace) -> None:
     """Ends the script with status 1 where flags do not go together."""
-    flags.check_models(parser, args, needs_draft=False)
-    flags.check_sampling(parser, args)
-    subjects.check_presets(parser, args)
     has_draft = args.draft_preset or args.draft or args.head
     is_alone = not has_draft and (args.preset or args.target)
     of_data = any(isinstance(rate, str) for rate in args.forced or ())
+    rows, least, most = args.head_tree, subjects.HEAD_DRAFTS + 1, subjects.MOST_ROWS
     for is_so, words in (
+        (args.preset and args.target,
+         "--preset brings its own weights: leave out --target and --draft"),
+        (args.draft_preset and not args.preset,
+         "--draft-preset goes with --preset, which names the target"),
+        (args.head and (not args.preset or args.draft_preset),
+         "--head drafts for a --preset, in the place of --draft-preset"),
+        (rows is not None and not (args.head and least <= rows <= most),
+         f"--head-tree {rows} is of --head, and from {least} to {most} rows"),
         (args.forced and is_alone, "--forced needs a draft: name one with "
          f"{'--draft-preset' if args.preset else '--draft'}"),
         (of_data and not args.head,
@@ -122,8 +128,7 @@ def load(args: argparse.Namespace) -> loading.LanguageModel:
     is_gpu = subjects.check_device(device) == "gpu" or args.device == "gpu"
     if args.dry_run and is_gpu and args.impl == "auto":
         args.impl = "triton"
-    sizes = {"gamma_max": args.gamma, "slab": args.slab, "dtype": args.dtype}
-    return subjects.load(args, as_shapes=args.dry_run, **sizes)
+    return subjects.load(args, gamma_max=args.gamma, slab=args.slab)
 
 
 def run(
@@ -201,9 +206,7 @@ def compile_all(
 
 
 def measure_steps(
-    args: argparse.Namespace,
-    lm: loading.LanguageModel,
-    group: Sequence[steps.Cost],
+    args: argparse.Namespace, lm: loading.LanguageModel, group: Sequence[steps.Cost]
 ) -> list[dict[str, Any]]:
     """Times costs in turns; for the first group, which has reads, adds a summary.
 
@@ -236,11 +239,7 @@ COLUMNS = {
         "ratio": ".2f",
         "ratio_to": "",
     },
-    "summary": {
-        "step_bytes": ",d",
-        "read_gb_s": ".1f",
-        "bandwidth_share": ".2f",
-    },
+    "summary": {"step_bytes": ",d", "read_gb_s": ".1f", "bandwidth_share": ".2f"},
     "rounds": {
         "gamma": "d",
         "forced_rate": "",

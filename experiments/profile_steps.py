@@ -90,11 +90,7 @@ def run(
 
 
 def profile(
-    args: argparse.Namespace,
-    lm: loading.LanguageModel,
-    *,
-    num_slots: int,
-    context: int,
+    args: argparse.Namespace, lm: loading.LanguageModel, *, num_slots: int, context: int
 ) -> dict[str, Any]:
     """Times steps of 1 to `num_slots * (gamma_max + 1)` rows, and a whole round.
 

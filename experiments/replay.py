@@ -117,17 +117,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     for flag in ("gamma_policy", "lookup_costs"):
         if getattr(args, flag) and not args.round_costs:
-            named = f"--{flag.replace('_', '-')}"
-            parser.error(f"{named} goes by costs: give --round-costs, too")
+            words = "goes by costs: give --round-costs, too"
+            parser.error(f"{cli.flag_of(flag)} {words}")
     return args
 
 
 def round_costs(text: str) -> costs_lib.RoundCosts:
     """Parses a list of the times of rounds; the type of a flag."""
-    try:
-        return costs_lib.RoundCosts(round_s=tuple(map(float, text.split(","))))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+    return costs_lib.RoundCosts(round_s=tuple(map(float, text.split(","))))
 
 
 def read(path: pathlib.Path) -> Texts:

@@ -60,8 +60,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         """,
     )
     group = parser.add_argument_group("sampling")
-    flags.add(group, "temperature noise", temperature=1.0)
-    processing.add_flag(group)
+    flags.add(group, "temperature noise processor", temperature=1.0)
     group = parser.add_argument_group("learning")
     cli.add(
         group,

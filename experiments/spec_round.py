@@ -17,7 +17,6 @@ from experiments.lib import (
     flags,
     models,
     policies,
-    processing,
     prompt_files,
     records,
     results as results_lib,
@@ -53,8 +52,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     flags.add(parser.add_argument_group("adaptive gamma"), "policy")
     group = parser.add_argument_group("sampling")
-    flags.add(group, "temperature noise")
-    processing.add_flag(group)
+    flags.add(group, "temperature noise processor")
     # None: the flag was not given.
     parser.set_defaults(gamma=None, gamma_policy=None)
     flags.add(parser, "out", out="one per prompt as it finishes, then one summary")
@@ -95,7 +93,8 @@ def load(args: argparse.Namespace) -> models.Subject:
     subject = models.prepare(args, lm, args.prompts, **changes)
     num_slots = min(args.batch or 1, len(subject.prompts))
     settings = dataclasses.replace(subject.settings, num_slots=num_slots)
-    settings = policies.of_run(args, subject, settings, name=args.gamma_policy)
+    how = {"name": args.gamma_policy, "schedule": args.schedule}
+    settings = policies.of_run(args, subject, settings, **how)
     return dataclasses.replace(subject, settings=settings)
 
 

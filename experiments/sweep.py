@@ -76,14 +76,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add(shared, "rule gen-tokens repeats ignore-stop raw")
     noise = parser.add_argument_group("sampling, where the temperature is above 0")
     flags.add(noise, "noise")
-    fan_out.add_flags(parser.add_argument_group("cells on a cluster"))
+    flags.add(parser.add_argument_group("cells on a cluster"), "cluster")
     rows = "one per finished cell; cells that are there already are not run again"
     flags.add(parser, "out", out=rows)
     args = flags.parsed(parser, argv)
     if args.out is None:
         parser.error("--out is required: cells that it holds are not run again")
     args.prompts = [source for each in args.prompts for source in _sets_of(each)]
-    args.gamma_max, args.schedule = max(args.gamma), None
+    args.gamma_max = max(args.gamma)
     flags.check_tree(parser, args, "gamma_policy")
     return args
 
@@ -103,10 +103,7 @@ def _add_grid(group: argparse._ActionsContainer) -> None:
         --gamma-policy NAME,...=fixed  of {", ".join(policies.MEASURED)};
             where they adapt, --gamma is the most that they may choose
         """,
-        **{
-            "NAME,...": cli.names(cli.one_of(policies.MEASURED)),
-            "N|FILE[:N]": str,
-        },
+        **{"NAME,...": cli.names(cli.one_of(policies.MEASURED)), "N|FILE[:N]": str},
     )
 
 

@@ -25,7 +25,6 @@ from experiments.lib import (
     forced_drafter,
     models,
     policies,
-    processing,
     prompt_files,
     records,
     runs,
@@ -88,8 +87,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     flags.add(parser.add_argument_group("adaptive gamma"), "policy")
     group = parser.add_argument_group("sampling")
-    flags.add(group, "temperature noise")
-    processing.add_flag(group)
+    flags.add(group, "temperature noise processor")
     flags.add(parser, "out", out="one per run as it finishes, then one per way")
     args = flags.parsed(parser, argv)
     flags.check_tree(parser, args, "gamma_policy", "schedule", "adversarial")
@@ -130,21 +128,17 @@ def row_of(way: Way, turns: Sequence[Turn], alone: Sequence[Turn]) -> dict[str, 
 
 
 def settings_of(
-    args: argparse.Namespace,
-    subject: models.Subject,
-    settings: runs.Settings,
-    way: Way,
+    args: argparse.Namespace, subject: models.Subject, way: Way
 ) -> runs.Settings:
-    """Returns the settings of a way; without a batch they stay as they are."""
+    """Returns the settings of a way, with costs of as many slots; those of a policy
+    are of the largest gamma, so that all ways share programs."""
     if way.batch is None:
-        return settings
-    settings = dataclasses.replace(settings, gamma=way.gamma, num_slots=way.batch)
-    if way.scheduled:
-        return policies.of_run(args, subject, settings, name=args.gamma_policy)
-    if args.gamma_policy != policies.BUDGET:
-        return settings
-    prompt = models.typical(subject.ids)  # Costs depend on the number of slots.
-    return policies.with_policy(policies.BUDGET, subject.lm, settings, prompt)
+        return subject.settings
+    settings = dataclasses.replace(subject.settings, num_slots=way.batch)
+    schedule = args.schedule if way.scheduled else None
+    how = {"name": args.gamma_policy, "schedule": schedule}
+    settings = policies.of_run(args, subject, settings, **how)
+    return dataclasses.replace(settings, gamma=way.gamma)
 
 
 def run_ways(lm, settings, ids, turns, *, repeats: int) -> Iterator[dict[str, Any]]:
@@ -195,11 +189,7 @@ def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
     """Loads, runs and compares; returns the exit status."""
-    lm = models.load(
-        args,
-        drafter=args.drafter,
-        gamma_max=max(args.gamma),
-    )
+    lm = models.load(args, drafter=args.drafter, gamma_max=max(args.gamma))
     sampling = flags.sampling_settings(args)
     subject = models.prepare(args, lm, args.prompts, sampling=sampling)
     if args.adversarial:
@@ -208,13 +198,10 @@ def run(
         lm = dataclasses.replace(lm, drafter=wrong)  # `runs` makes all drafts wrong.
         subject = dataclasses.replace(subject, lm=lm)
     ids = subject.ids
-    settings = policies.with_policy(
-        args.gamma_policy, lm, subject.settings, models.typical(ids)
-    )
     if max(args.batch) > len(ids):
         console.print(f"--batch: at most {len(ids)} slots, as there are prompts")
-    ways = ways_of(args, settings, num_prompts=len(ids))
-    made = {way: settings_of(args, subject, settings, way) for way in ways}
+    ways = ways_of(args, subject.settings, num_prompts=len(ids))
+    made = {way: settings_of(args, subject, way) for way in ways}
     models.announce(args, subject, console)
     out.common = (
         {"drafter": args.drafter, "prompts": len(ids)}
@@ -231,7 +218,7 @@ def run(
     tables.print_rows([row | out.common for row in rows], COLUMNS, console)
     is_equal = all(row["prompts_equal"] == len(ids) for row in rows)
     # A rule that keeps only the distribution gives other texts.
-    is_equal |= not settings.is_exact
+    is_equal |= not subject.settings.is_exact
     is_finite = not any(row["nonfinite_logits"] for row in rows)
     if not is_finite:
         console.print("logits hold NaN or infinity: equality means nothing there")

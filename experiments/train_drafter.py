@@ -208,7 +208,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for title, text in FLAGS.items():
         cli.add(groups[title], text, **TYPES)
     flags.add(groups["prompts and rollouts"], "raw")
-    fan_out.add_flags(parser.add_argument_group("prompts and rollouts on a cluster"))
+    flags.add(parser.add_argument_group("prompts and rollouts on a cluster"), "cluster")
     args = parser.parse_args(argv)
     if args.ray is not None and args.stage not in ("prompts", "rollouts"):
         parser.error("--ray is of --stage prompts and rollouts: leave it out")

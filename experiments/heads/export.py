@@ -1,6 +1,7 @@
 """The export of a trained head: a folder in a published format, with a card."""
 
 import argparse
+import pathlib
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,10 @@ from experiments.lib import cli
 from spec_jax import testing
 from spec_jax.model import fingerprint, head_dialects
 from spec_jax.training import eagle3, loop
+
+
+CARD = pathlib.Path(__file__).with_name("card.md")
+"""The template of a head's card."""
 
 
 def export(args: argparse.Namespace) -> None:
@@ -66,7 +71,7 @@ def export(args: argparse.Namespace) -> None:
     testing.assert_same_bits(again, drafter, what=f"{args.out}: ")
     size = sum(leaf.size for leaf in jax.tree.leaves(narrow))
     facts = {"parameters": f"{size:,}", "format": dialect} | _facts(args, job, step)
-    card = CARD.format(
+    card = CARD.read_text(encoding="utf-8").format(
         family=args.family,
         facts=_table(facts),
         measured=_table(measured),
@@ -113,29 +118,6 @@ def warn(config: Any, dialect: str) -> None:
             "the width is a multiple of the heads; nor do programs that read it so",
             file=sys.stderr,
         )
-
-
-CARD = """\
-# A drafter of the family {family}
-
-It reads the hidden states of one target, and is of no use with another. Like
-the target that taught it, it is data of that target's licence.
-
-| | |
-| --- | --- |
-{facts}
-
-On held-out texts of the target (an agreement is the share of drafts that are
-the target's most likely token, after the text's own tokens; the accepted
-length is tokens a round of greedy decoding):
-
-| held out | |
-| --- | --- |
-{measured}
-
-- Made by `python experiments/train_drafter.py --family {family}`, stages
-  `rollouts`, `train` and `export`, with `{flags}`.
-{notes}"""
 
 
 def _table(rows: Mapping[str, str]) -> str:

@@ -60,7 +60,7 @@ class Family:
     dialect: str  # the published format unless another is named
     depth: str  # the flag of how many drafts are trained
     flags: tuple[str, ...]  # the family's own; all but `no_copies` decide bits
-    # `(args, target) -> config`, checked.
+    # `(args, target) -> config`
     config: Callable[[argparse.Namespace, config_lib.ModelConfig], Any]
     # Further arguments of `loss` and of `measure`.
     of_loss: Callable[[argparse.Namespace], dict[str, Any]]
@@ -113,7 +113,7 @@ def _draft_vocab(args, target) -> int:
 def _eagle3(args, target) -> eagle3_params.Eagle3Config:
     is_parallel = args.family == "peagle"
     width, layers = args.width or target.hidden_size, args.layers if is_parallel else 1
-    config = eagle3_params.Eagle3Config(
+    return eagle3_params.Eagle3Config(
         layer=_layer(args, target, layers, hidden_size=width),
         draft_vocab_size=_draft_vocab(args, target),
         target_hidden_size=target.hidden_size,
@@ -123,8 +123,6 @@ def _eagle3(args, target) -> eagle3_params.Eagle3Config:
         shares_head=bool(args.target_head),
         mask_token_id=args.mask_token if is_parallel else None,
     )
-    eagle3_dialects.check_config(config, args.dialect)
-    return config
 
 
 def _attention(args) -> tuple[block_params.LayerAttention, ...]:
@@ -145,7 +143,7 @@ def _block(args, target) -> block_params.BlockConfig:
     head = (args.head or "vanilla") if is_dspark else head
     has_confidence = is_dspark and not args.no_confidence
     outputs = block_dialects.default_layer_ids(target.num_layers, args.layers)
-    config = block_params.BlockConfig(
+    return block_params.BlockConfig(
         layer=_layer(args, target, args.layers),
         draft_vocab_size=_draft_vocab(args, target),
         taps=args.taps or tuple(output + 1 for output in outputs),
@@ -160,8 +158,6 @@ def _block(args, target) -> block_params.BlockConfig:
         confidence_with_markov=has_confidence and head != "none",
         attention=_attention(args),
     )
-    block_dialects.check_config(config, args.dialect)
-    return config
 
 
 def shape(family: str, config: Any) -> dict[str, Any]:
@@ -243,17 +239,12 @@ FAMILIES = {
         of_measure=_steps,
         draw=_peagle_anchors,
     ),
-    "dflash": Family(
-        **_BLOCK, dialect="z-lab", of_loss=lambda args: {"terms": block.DFLASH}
-    ),
-    "dflash2": Family(
-        **_BLOCK, dialect="z-lab", of_loss=lambda args: {"terms": block.DFLASH}
+    **dict.fromkeys(
+        ("dflash", "dflash2"),
+        Family(**_BLOCK, dialect="z-lab", of_loss=lambda _: {"terms": block.DFLASH}),
     ),
     "dspark": Family(
-        **_BLOCK,
-        dialect="deepspec",
-        of_loss=_dspark_terms,
-        reads_distributions=True,
+        **_BLOCK, dialect="deepspec", of_loss=_dspark_terms, reads_distributions=True
     ),
 }
 
@@ -273,9 +264,7 @@ def target_config(args: argparse.Namespace) -> config_lib.ModelConfig:
     """Returns the config of `--target`, with the vocabulary of `spec_jax.load`."""
     config = config_lib.read(hub.locate(args.target) / "config.json")
     entries = loading.entries(tokenizer.load(args.target), [config])
-    return (
-        config if entries is None else dataclasses.replace(config, vocab_size=entries)
-    )
+    return dataclasses.replace(config, vocab_size=entries or config.vocab_size)
 
 
 def load_target(
@@ -303,12 +292,12 @@ def plan(args: argparse.Namespace, target: config_lib.ModelConfig) -> Any:
         for name, value in shape(args.family, found).items():
             setattr(args, name, value)
     config = family.config(args, target)
+    family.dialects.check_config(config, args.dialect)
     config.check_target(target)
     if isinstance(found, block_params.BlockConfig):
         # A calibration does not hold for weights that are trained on.
-        found = dataclasses.replace(
-            found, confidence_temperatures=(), confidence_shifts=()
-        )
+        none = dict.fromkeys(("confidence_temperatures", "confidence_shifts"), ())
+        found = dataclasses.replace(found, **none)
     if found not in (None, config):
         raise ValueError(
             f"{args.base}: {found} cannot be trained on as --dialect {args.dialect}, "

@@ -21,7 +21,7 @@ from spec_jax.model import config as config_lib, params as params_lib
 from spec_jax.training import batches, loop, store as store_lib, targets
 
 
-FLAGS = "flags.json"  # in `--work`
+FLAGS, SCALE = "flags.json", "feature_scale.npy"  # in `--work`
 HELD_OUT_SHARE = 16  # One sequence in this many is held out, at least a batch of them.
 
 
@@ -30,23 +30,14 @@ def texts_path(args: argparse.Namespace) -> pathlib.Path:
     return (args.texts or args.work) / "texts.npz"
 
 
-def cache_path(args: argparse.Namespace) -> pathlib.Path:
-    """Returns the path of the features of the rollouts."""
-    return texts_path(args).with_name("cache")
-
-
 def texts_of(args: argparse.Namespace) -> targets.Texts:
     """Reads the rollouts; raises `ValueError` if there are none."""
     path = texts_path(args)
     if not path.exists():
         raise ValueError(f"{path}: no such file; run the stage rollouts first")
     with np.load(path) as held:
-        return targets.Texts(
-            tokens=held["tokens"],
-            mask=held["mask"],
-            greedy=held["greedy"],
-            samples=int(held["samples"]),
-        )
+        parts = dict(held)
+    return targets.Texts(**parts | {"samples": int(parts["samples"])})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,11 +95,8 @@ def prepare(args: argparse.Namespace) -> Job:
 
 def _scale(args: argparse.Namespace) -> np.ndarray | None:
     """Returns the scale of the features that a training has saved, or None."""
-    return np.load(_scale_path(args)) if _scale_path(args).exists() else None
-
-
-def _scale_path(args: argparse.Namespace) -> pathlib.Path:
-    return args.work / "feature_scale.npy"
+    path = args.work / SCALE
+    return np.load(path) if path.exists() else None
 
 
 def cache(args: argparse.Namespace) -> None:
@@ -121,8 +109,9 @@ def cache(args: argparse.Namespace) -> None:
 
 
 def store_of(args: argparse.Namespace, online: targets.Online) -> store_lib.Store:
-    """Returns the cache of features on disk."""
-    return targets.store_of(cache_path(args), online.params, online.config, online.taps)
+    """Returns the cache of features on disk, which is beside the texts."""
+    folder = texts_path(args).with_name("cache")
+    return targets.store_of(folder, online.params, online.config, online.taps)
 
 
 def recipe(args: argparse.Namespace) -> loop.Recipe:
@@ -231,15 +220,6 @@ def _cast(tree: Any, dtype: str) -> Any:
     )
 
 
-def _computing(config: Any, dtype: str | None) -> Any:
-    """Returns the drafter's config with the dtype that its training computes in."""
-    if dtype is None:
-        return config
-    return dataclasses.replace(
-        config, layer=dataclasses.replace(config.layer, dtype=dtype)
-    )
-
-
 def num_held_out(args: argparse.Namespace, texts: targets.Texts) -> int:
     """Returns how many of the last texts are held out: all samples of their prompts."""
     count = max(args.batch, len(texts) // HELD_OUT_SHARE)
@@ -249,7 +229,10 @@ def num_held_out(args: argparse.Namespace, texts: targets.Texts) -> int:
 def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
     """Trains the drafter, or resumes that; returns the last held-out numbers."""
     job = prepare(args)
-    family, config = job.family, _computing(job.config, args.compute)
+    family, config = job.family, job.config
+    if args.compute:  # The dtype of the products.
+        layer = dataclasses.replace(config.layer, dtype=args.compute)
+        config = dataclasses.replace(config, layer=layer)
     data: batches.Data = job.online
     if args.targets == "cache":
         data = targets.Cached.of(store_of(args, job.online), job.online)
@@ -263,7 +246,7 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
     keep_flags(args)
     train_data = targets.Part(data=data, first=0, count=first)
     if not loop.num_steps(args.work):
-        np.save(_scale_path(args), targets.scale_of(train_data))
+        np.save(args.work / SCALE, targets.scale_of(train_data))
         job = dataclasses.replace(job, scale=_scale(args))
     for of_loss, end in _phases(args, stop_after or args.steps):
         loop.run(

@@ -100,10 +100,7 @@ def _digest(*values: object) -> str:
 
 
 def write(
-    writer: Writer,
-    folder: pathlib.Path,
-    *,
-    fan: fan_out.Fan = fan_out.here,
+    writer: Writer, folder: pathlib.Path, *, fan: fan_out.Fan = fan_out.here
 ) -> list[list[int]]:
     """Writes the missing texts; returns the tokens after each prompt, in their order.
 

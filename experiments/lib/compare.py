@@ -53,6 +53,11 @@ class Generated:
         return runs.first_difference(self.text, other.text[:end])
 
 
+def bytes_of(lm: loading.LanguageModel, tokens: Sequence[int]) -> bytes:
+    """Returns the text of tokens, which need not be UTF-8."""
+    return b"".join(lm.tokenizer.bytes_of(int(token)) for token in tokens)
+
+
 def ours(
     lm: loading.LanguageModel,
     settings: runs.Settings,
@@ -71,7 +76,7 @@ def ours(
     return Generated(
         count=len(done.tokens),
         ids=done.tokens,
-        text=b"".join(lm.tokenizer.bytes_of(int(token)) for token in shown),
+        text=bytes_of(lm, shown),
         prefill_s=done.prefill_s,
         decode_s=done.decode_s,
         counters=counters,

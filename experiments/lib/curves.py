@@ -56,11 +56,7 @@ def group_by(rows: Iterable[Row], names: Sequence[str]) -> dict[tuple, list[Row]
 
 
 def curves_of(
-    rows: Iterable[Row],
-    names: Sequence[str],
-    *,
-    axis: str,
-    otherwise: str = "impl",
+    rows: Iterable[Row], names: Sequence[str], *, axis: str, otherwise: str = "impl"
 ) -> Curves:
     """Returns curves of rows that agree in `names`; labels say in which these differ.
 

@@ -103,12 +103,9 @@ class Cell:
 
     def to_row(self) -> dict[str, Any]:
         """Returns the JSON form, without the defaults of axes that were added later."""
+        later = {"weights": "dense", "tree": NO_TREE}
         row = dataclasses.asdict(self)
-        if self.weights == "dense":
-            del row["weights"]
-        if self.tree == NO_TREE:
-            del row["tree"]
-        return row
+        return {axis: x for axis, x in row.items() if later.get(axis) != x}
 
     @property
     def settings(self) -> sampling_lib.SamplingSettings | None:

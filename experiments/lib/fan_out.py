@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from experiments.lib import cli, processes, records
+from experiments.lib import processes, records
 
 
 Task = Any  # Hashable; it and its results can be sent to a process
@@ -30,26 +30,12 @@ _SENT = ("JAX_", "XLA_", "SPEC_JAX_", "TF_CPP_")
 
 
 def address(text: str) -> str:
-    """Parses a flag that says where a cluster is; see `add_flags`."""
+    """Parses the flag that says where a cluster is."""
     if text != "auto" and ":" not in text:
         raise ValueError(f"{text!r} is neither auto nor HOST:PORT")
     if importlib.util.find_spec("ray") is None:
         raise ValueError("needs Ray; pip install -e '.[cluster]'")
     return text
-
-
-def add_flags(group: argparse._ActionsContainer) -> None:
-    """Adds `--ray` and `--ray-cpus`, which `of` reads."""
-    cli.add(
-        group,
-        """
-        --ray ADDRESS  share the work out over the Ray cluster at auto or HOST:PORT,
-            which `ray start --head` makes; the results are those of one process
-        --ray-cpus N=1  cores of a machine that a task of --ray has; all of them, for
-            times that no other task disturbs
-        """,
-        ADDRESS=address,
-    )
 
 
 def here(worker: Worker, tasks: Sequence[Task]) -> Found:
@@ -59,7 +45,7 @@ def here(worker: Worker, tasks: Sequence[Task]) -> Found:
 
 
 def of(args: argparse.Namespace, make: Callable[..., Worker], *values: Any) -> Fan:
-    """Returns the function that does tasks where the flags of `add_flags` say.
+    """Returns the function that does tasks where `--ray` and `--ray-cpus` say.
 
     Args:
       make: a module's function that makes a worker, in each process of a cluster.

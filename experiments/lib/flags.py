@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.lib import cli, policies
+from experiments.lib import cli, fan_out, policies, processing
 from spec_jax import loading
 from spec_jax.drafters import registry, tree_shapes
 from spec_jax.model import config as config_lib
@@ -120,6 +120,18 @@ FLAGS: Mapping[str, str] = {
         --seed SEED=0  of all noise, which is keyed by it and by position: the same
             tokens with speculation on or off
         """,
+    "processor": """
+        --processor KIND:VALUE*  what logits go through before a token is chosen; given
+            again, in order: regex:PATTERN, json:FILE (a schema), bad-words:A B,C (token
+            ids), penalties:REPETITION,PRESENCE,FREQUENCY, bias:TOKEN=VALUE,.. or
+            min-tokens:N
+        """,
+    "cluster": """
+        --ray ADDRESS  share the work out over the Ray cluster at auto or HOST:PORT,
+            which `ray start --head` makes; the results are those of one process
+        --ray-cpus N=1  cores of a machine that a task of --ray has; all of them, for
+            times that no other task disturbs
+        """,
     "device": "--device DEVICE=auto  where to run; auto is where jax runs",
     "out": """
         --out FILE  JSON lines: {out}
@@ -178,37 +190,31 @@ def _kinds() -> dict[str, Any]:
         "PROFILE": pathlib.Path,
         "N|FILE[:N]": str,
         "OPTIONS": chat_options,
+        "KIND:VALUE": processing.named,
+        "ADDRESS": fan_out.address,
         "SEED": int,
         "DEVICE": ("auto", "cpu", "gpu"),
     }
 
 
 def parsed(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None, **how: bool
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> argparse.Namespace:
     """Returns flags, checked by `check_models` and, with noise, `check_sampling`."""
     args = parser.parse_args(argv)
-    check_models(parser, args, **how)
+    check_models(parser, args)
     if hasattr(args, "top_k"):
         check_sampling(parser, args)
     return args
 
 
-def check_models(
-    parser: argparse.ArgumentParser,
-    args: argparse.Namespace,
-    *,
-    needs_draft: bool = True,
-) -> None:
+def check_models(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuses a drafter that lacks its draft, and a draft that lacks its target.
 
     A default list of drafters loses the drafters that lack a draft. The instruction
     set is chosen, and CPU devices are made, where flags ask for it.
-
-    Args:
-      needs_draft: whether a script without `--drafter` drafts with a draft model.
     """
-    chosen = getattr(args, "drafter", "draft-model" if needs_draft else ())
+    chosen = getattr(args, "drafter", ())
     if chosen == "auto":
         chosen = args.drafter = loading.default_drafter(args.target, args.draft)
     names = (chosen,) if isinstance(chosen, str) else chosen or ()

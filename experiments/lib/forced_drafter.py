@@ -9,7 +9,6 @@ Such a run measures the cost of rounds at a given acceptance, never an acceptanc
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -167,20 +166,3 @@ class SlotForced(slots_lib.OfSlots):
         return memory.replace(
             inner=self.inner.commit(params, memory.inner, length, **kept)
         )
-
-
-def never_kept(
-    draft: Any, text: Sequence[int], *, size: int | None = None
-) -> ForcedParams:
-    """Returns the `draft_params` of a request all of whose drafts are wrong.
-
-    Args:
-      draft: parameters of the real drafter.
-      text: the prompt, and the text of autoregressive decoding after it.
-      size: size of the arrays, at least that of the text.
-    """
-    trace = np.zeros(size or len(text), np.int32)
-    trace[: len(text)] = text
-    return ForcedParams(
-        draft=draft, trace=jnp.asarray(trace), kept=jnp.zeros(trace.shape, jnp.int32)
-    )

@@ -22,11 +22,7 @@ from spec_jax.parallel import shard
 
 
 def load(
-    args: argparse.Namespace,
-    *,
-    drafter: str,
-    gamma_max: int,
-    **how: Any,
+    args: argparse.Namespace, *, drafter: str, gamma_max: int, **how: Any
 ) -> loading.LanguageModel:
     """Loads the models that flags name, on their mesh and with their tree.
 
@@ -168,10 +164,7 @@ def prepare(
 
 
 def announce(
-    args: argparse.Namespace,
-    subject: Subject,
-    console: terminal.Console,
-    *words: str,
+    args: argparse.Namespace, subject: Subject, console: terminal.Console, *words: str
 ) -> None:
     """Prints what will be run, before anything is compiled."""
     target = subject.lm.target

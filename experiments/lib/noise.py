@@ -17,17 +17,11 @@ from spec_jax.model import row_model
 from spec_jax.paging import allocator, cache as paged
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def normal(
     seed: int, shape: tuple[int, ...], dtype: Any = "bfloat16", *, stddev: float = 1.0
 ) -> jax.Array:
     """Returns normal numbers; the same for the same seed, in every process."""
-    return _normal(
-        jnp.int32(seed), jnp.float32(stddev), shape=tuple(shape), dtype=jnp.dtype(dtype)
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _normal(seed, stddev, *, shape, dtype):
     noise = jax.random.normal(jax.random.key(seed), shape, jnp.float32)
     return (noise * stddev).astype(dtype)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import pathlib
 import statistics
 from collections.abc import Callable
 
@@ -16,7 +17,7 @@ from spec_jax.gamma import (
     goodput,
     leader,
     policy,
-    schedule,
+    schedule as schedule_lib,
     threshold,
 )
 
@@ -77,19 +78,21 @@ def of_run(
     settings: runs.Settings,
     *,
     name: str,
+    schedule: pathlib.Path | None = None,
     drafter: str | None = None,
 ) -> runs.Settings:
-    """Returns the settings with the policy `name`. With `--schedule` they have a
-    schedule of the profile's times, which asks the policy how many tokens to draft.
+    """Returns the settings with the policy `name`; or with a schedule of a profile's
+    times, which asks the policy how many tokens to draft.
 
     Args:
+      schedule: the file of the profile.
       drafter: the drafter's name; None: `--drafter`.
 
     Raises:
       ValueError: as `profiles.read`; and a schedule of trees.
     """
     lm, gamma, slots = subject.lm, settings.gamma, settings.num_slots
-    if not args.schedule:
+    if schedule is None:
         return with_policy(name, lm, settings, models.typical(subject.ids))
     if protocols.is_tree(lm.drafter):
         raise ValueError("--schedule is of chains: leave it out, or the tree")
@@ -97,7 +100,7 @@ def of_run(
     about |= {"drafter_sha256": models.drafter_sha256(lm)}
     lengths, drawn = statistics.median(map(len, subject.ids)), settings.sampling
     profile = profiles.read(
-        args.schedule,
+        schedule,
         about,
         num_slots=slots,
         gamma=gamma,
@@ -108,7 +111,7 @@ def of_run(
         name, lm.drafter, gamma=gamma, round_s=lambda: profile.round_s(slots, gamma)
     )
     stops_early = settings.rule != "coupled"
-    made = schedule.Schedule(gamma_max=gamma, stops_early=stops_early, asks=asks)
+    made = schedule_lib.Schedule(gamma_max=gamma, stops_early=stops_early, asks=asks)
     state = made.init(**vars(profile), asks=first)
     return dataclasses.replace(settings, gamma_policy=made, policy_state=state)
 
@@ -127,8 +130,6 @@ def adapted(
     scheduler = runs.make_scheduler(lm, fixed)
     request = runs.make_request(lm, fixed, prompt)
     scheduler, _, costs = default_gamma.adapted(lm, scheduler, [request])
-    if costs is None:
-        raise ValueError("costs of rounds are measured in one process, of drafts")
     _, params = scheduler.speculator.params
     found = dataclasses.replace(
         settings,
@@ -140,10 +141,7 @@ def adapted(
 
 
 def with_policy(
-    name: str,
-    lm: loading.LanguageModel,
-    settings: runs.Settings,
-    prompt: list[int],
+    name: str, lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
 ) -> runs.Settings:
     """Returns the settings with a policy of that name, for gammas up to
     `settings.gamma`.

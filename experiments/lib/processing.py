@@ -5,7 +5,6 @@ import pathlib
 from collections.abc import Callable, Mapping
 
 import spec_jax as sj
-from experiments.lib import cli
 from spec_jax import processors
 
 
@@ -29,20 +28,6 @@ KINDS: Mapping[str, Callable[[str, sj.LanguageModel], processors.Processor]] = {
 """Functions that make a processor from its VALUE, by KIND."""
 
 
-def add_flag(group: argparse._ActionsContainer) -> None:
-    """Adds `--processor`, which may be given several times and which `of` reads."""
-    cli.add(
-        group,
-        """
-        --processor KIND:VALUE*  what logits go through before a token is chosen; given
-            again, in order: regex:PATTERN, json:FILE (a schema), bad-words:A B,C (token
-            ids), penalties:REPETITION,PRESENCE,FREQUENCY, bias:TOKEN=VALUE,.. or
-            min-tokens:N
-        """,
-        **{"KIND:VALUE": _named},
-    )
-
-
 def of(args: argparse.Namespace, lm: sj.LanguageModel) -> processors.Processor | None:
     """Returns what `--processor` names, in a chain; None where it names nothing.
 
@@ -60,8 +45,8 @@ def of(args: argparse.Namespace, lm: sj.LanguageModel) -> processors.Processor |
     return processors.chain(*made) if made else None
 
 
-def _named(text: str) -> str:
-    """Checks the value of the flag; the error lists the kinds."""
+def named(text: str) -> str:
+    """Parses the value of the flag; the error lists the kinds."""
     if text.partition(":")[0] not in KINDS or ":" not in text:
         raise ValueError(f"{text!r} is not KIND:VALUE, with one of {', '.join(KINDS)}")
     return text

@@ -176,17 +176,6 @@ def is_failure(row: Mapping[str, Any]) -> bool:
     return row["kind"] == "error" or False in (row.get("equal"), row.get("seen"))
 
 
-def line(row: Mapping[str, Any]) -> str:
-    """Returns a row in short, for the console: kind, then values that are not None."""
-    shown = []
-    for name, value in row.items():
-        if name in ("kind", "traceback") or value is None:
-            continue
-        text = f"{value:.4g}" if isinstance(value, float) else str(value)
-        shown.append(f"{name}={text if len(text) <= 60 else text[:57] + '...'}")
-    return f"{row['kind']}: {' '.join(shown)}"
-
-
 def to_json(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the row in JSON's own types; arrays and scalars of NumPy and JAX, too.
 

@@ -45,22 +45,19 @@ class PromptResult:
     def row(self) -> dict:
         """Returns the row of the prompt."""
         counters = self.spec[0].counters
+        names = ("tokens", "rounds", "proposed", "accepted", "accepted_hist")
         return {
             "kind": "prompt",
             "id": self.prompt.id,
             "category": self.prompt.category,
             "prompt_ids": self.prompt_ids,
             "prompt_tokens": len(self.prompt_ids),
-            "tokens": counters.tokens,
+            **{name: getattr(counters, name) for name in names},
             "matched": self.matched,
             "verify_decode_mismatches": self.mismatches,
             "nonfinite_logits": self.nonfinite,
-            "rounds": counters.rounds,
-            "proposed": counters.proposed,
-            "accepted": counters.accepted,
             "acceptance_rate": metrics.ratio(counters.accepted, counters.proposed),
             "repetition": metrics.repetition(self.spec[0].tokens),
-            "accepted_hist": counters.accepted_hist,
             "baseline_e2e_s": [run.e2e_s for run in self.plain],
             "spec_e2e_s": [run.e2e_s for run in self.spec],
             "plain_ids": self.plain[0].tokens,

@@ -144,10 +144,7 @@ def make_scheduler(
     """Returns the scheduler of `settings.num_slots` slots."""
     own = lm.drafter_params
     algo = algorithms.speculative(
-        lm.target,
-        lm.drafter,
-        rule=settings.rule,
-        policy=settings.gamma_policy,
+        lm.target, lm.drafter, rule=settings.rule, policy=settings.gamma_policy
     )
     return algo.scheduler(
         (lm.params, own if settings.draft_params is None else settings.draft_params),
@@ -161,20 +158,30 @@ def make_scheduler(
 
 
 def make_request(
-    lm: loading.LanguageModel, settings: Settings, prompt: list[int]
+    lm: loading.LanguageModel,
+    settings: Settings,
+    prompt: list[int],
+    text: Sequence[int] | None = None,
+    *,
+    rate: float = 1.0,
 ) -> requests_lib.Request:
-    """Returns a prompt's request; for a drafter that is told the text of decoding, this
-    text is made here."""
-    known = None
-    is_forced = isinstance(lm.drafter, forced_drafter.ForcedDrafter)
+    """Returns a prompt's request.
+
+    Args:
+      text: for a drafter that is told it, the prompt and what autoregressive decoding
+        writes after it; None: it is decoded here.
+      rate: the share of an oracle's drafts that are right.
+    """
+    known, is_forced = None, isinstance(lm.drafter, forced_drafter.ForcedDrafter)
     if is_forced or isinstance(lm.drafter, oracle.Oracle):
-        text = [*prompt, *run_plain(lm, settings, prompt).tokens]
-        known = oracle.make_trace(text)
-    if is_forced:
-        # One size for all, so that no request compiles anew.
-        known = forced_drafter.never_kept(
-            lm.drafter_params, text, size=settings.capacity
-        )
+        if text is None:
+            text = [*prompt, *run_plain(lm, settings, prompt).tokens]
+        known = oracle.make_trace(text, rate=rate)
+    if is_forced:  # None of its drafts is kept.
+        size = settings.capacity - len(text)  # One for all: nothing compiles anew.
+        trace = jnp.asarray(np.pad(np.int32(text), (0, size)))
+        parts = {"draft": lm.drafter_params, "kept": jnp.zeros_like(trace)}
+        known = forced_drafter.ForcedParams(trace=trace, **parts)
     return requests_lib.Request(
         prompt=prompt,
         max_tokens=settings.gen_tokens,
@@ -186,9 +193,7 @@ def make_request(
 
 
 def run_speculative(
-    lm: loading.LanguageModel,
-    settings: Settings,
-    prompt: list[int],
+    lm: loading.LanguageModel, settings: Settings, prompt: list[int]
 ) -> Run:
     """Generates one prompt by rounds."""
     scheduler = make_scheduler(lm, dataclasses.replace(settings, num_slots=1))

@@ -163,15 +163,10 @@ def rows(costs: Sequence[Cost], timings: bench.Timings) -> list[dict[str, Any]]:
     """Returns a JSON row of each cost; ratios are medians over the turns."""
     made = []
     for cost in costs:
-        row = {
-            "kind": "step",
-            "step": cost.name,
-            "context": cost.context,
-            "num_active": cost.num_active,
-            "gamma": cost.gamma,
-            **timings.row(cost.name, ratio_to=cost.ratio_to),
-            "ratio_to": cost.ratio_to,
-        }
+        names = ("context", "num_active", "gamma", "ratio_to")
+        row = {"kind": "step", "step": cost.name}
+        row |= {name: getattr(cost, name) for name in names}
+        row |= timings.row(cost.name, ratio_to=cost.ratio_to)
         row["gb_s"] = cost.num_bytes and cost.num_bytes / row["ms"] / 1e6
         if cost.drafts:
             row |= {"drafts": cost.drafts, "pass_bytes": cost.drafts * cost.num_bytes}

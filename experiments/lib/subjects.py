@@ -16,15 +16,9 @@ import jax
 import jax.numpy as jnp
 import psutil
 
-from experiments.lib import noise
+from experiments.lib import models, noise
 from spec_jax import loading
-from spec_jax.drafters import (
-    block,
-    draft_model,
-    eagle3,
-    registry,
-    tree_shapes,
-)
+from spec_jax.drafters import block, draft_model, eagle3, tree_shapes
 from spec_jax.model import (
     block_params,
     config as config_lib,
@@ -35,8 +29,6 @@ from spec_jax.model import (
 from spec_jax.native import blocks
 from spec_jax.ops import dispatch, weights as weights_lib
 
-
-EMBEDDED = "embedded"
 
 _FILE = pathlib.Path(__file__).parents[1] / "presets.json"
 PRESETS: dict[str, config_lib.ModelConfig] = {
@@ -120,8 +112,10 @@ def comb(rows: int) -> tree_shapes.FixedTree:
     return tree_shapes.FixedTree(paths=tuple(nodes))
 
 
+MOST_ROWS = 64
+"""Of a tree, so that they share a read of the weights."""
+
 _GIB = 2**30
-_MOST_ROWS = 64  # of a tree, so that they share a read of the weights
 
 
 def config_of(preset: str, **forms: str | None) -> config_lib.ModelConfig:
@@ -164,115 +158,63 @@ def check_device(device: str) -> str:
     return platform
 
 
-def check_presets(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Exits with a usage error where presets and folders do not go together."""
-    if args.preset and args.target:
-        parser.error("--preset brings its own weights: leave out --target and --draft")
-    if args.draft_preset and not args.preset:
-        parser.error("--draft-preset goes with --preset, which names the target")
-    if getattr(args, "head", None) and (not args.preset or args.draft_preset):
-        parser.error("--head drafts for a --preset, in the place of --draft-preset")
-    rows = getattr(args, "head_tree", None)
-    if rows is not None and not (args.head and HEAD_DRAFTS < rows <= _MOST_ROWS):
-        parser.error(
-            f"--head-tree {rows} is of --head, and from {HEAD_DRAFTS + 1} to "
-            f"{_MOST_ROWS} rows"
-        )
-
-
 def load(
-    args: argparse.Namespace,
-    *,
-    gamma_max: int,
-    slab: int,
-    dtype: str | None,
-    as_shapes: bool = False,
+    args: argparse.Namespace, *, gamma_max: int, slab: int
 ) -> loading.LanguageModel:
     """Returns the models that flags name; `drafter` is None where a target is named
-    alone."""
+    alone. With `--dry-run` presets are shapes, for an `impl` that need not run here."""
     if args.preset:
-        how = {"gamma_max": gamma_max, "slab": slab, "dtype": dtype}
-        return _preset(args, as_shapes=as_shapes, **how)
+        return _preset(args, gamma_max=gamma_max, slab=slab)
     is_alone = args.target is not None and args.draft is None
-    is_head = args.draft is not None and registry.is_head(args.draft)
-    drafter = registry.kind_of(args.draft) if is_head else "draft-model"
-    lm = loading.load(
-        args.target,
-        draft=args.draft,
-        drafter=registry.NEED_NOTHING[0] if is_alone else drafter,
-        gamma_max=gamma_max,
-        slab=slab,
-        dtype=dtype,
-        impl=args.impl,
-        weights=args.weights,
-        draft_weights=args.draft_weights,
-    )
+    named = "ngram" if is_alone else loading.default_drafter(args.target, args.draft)
+    lm = models.load(args, drafter=named, gamma_max=gamma_max, slab=slab)
     return dataclasses.replace(lm, drafter=None) if is_alone else lm
 
 
 def names(args: argparse.Namespace) -> dict[str, str | None]:
-    """Returns the names of the models in rows."""
-    if args.preset:
-        head = getattr(args, "head", None)
-        if head and args.head_tree:
-            head = f"{head}, trees of {args.head_tree} rows"
-        target = f"{args.preset} {args.weights or ''}".strip()
-        return {"target": target, "draft": args.draft_preset or head}
-    is_alone = args.target and not args.draft
-    return {
-        "target": str(args.target or EMBEDDED),
-        "draft": None if is_alone else str(args.draft or EMBEDDED),
-    }
+    """Returns the names in rows of presets; none without them."""
+    if not args.preset:
+        return {}
+    head = args.head
+    if head and args.head_tree:
+        head = f"{head}, trees of {args.head_tree} rows"
+    target = f"{args.preset} {args.weights or ''}".strip()
+    return {"target": target, "draft": args.draft_preset or head}
 
 
 def _preset(
-    args: argparse.Namespace,
-    *,
-    gamma_max: int,
-    slab: int,
-    dtype: str | None,
-    as_shapes: bool,
+    args: argparse.Namespace, *, gamma_max: int, slab: int
 ) -> loading.LanguageModel:
     """Returns random weights, without a tokenizer; `drafter` is None without draft and
-    head. A head drafts as many tokens as the published ones.
-
-    Args:
-      as_shapes: return shapes of weights, for an `impl` that need not run here.
-    """
-    head, form = getattr(args, "head", None), args.draft_weights or "dense"
-    asked = [(args.preset, args.weights), (args.draft_preset, args.draft_weights)]
-    configs = [
-        config_of(name, dtype=dtype, weights=weights) for name, weights in asked if name
-    ]
+    head. A head drafts as many tokens as the published ones."""
+    head, form, as_shapes = args.head, args.draft_weights or "dense", args.dry_run
     if as_shapes and head and form != "dense":
         raise ValueError(f"--draft-weights {form}: not with --head and --dry-run")
     impl = args.impl if as_shapes else dispatch.resolve(args.impl)
-    models = [
-        row_model.RowModel(
-            config=config, impl=impl, slab=row_model.slab_for(impl, rows)
-        )
-        for config, rows in zip(configs, (slab, loading.DRAFT_SLAB), strict=False)
-    ]
     make = params_lib.prepared_shapes if as_shapes else random_weights
-    params = [make(config, impl=impl) for config in configs]
+
+    def model(preset: str, weights: str | None, rows: int):
+        config = config_of(preset, dtype=args.dtype, weights=weights)
+        size = row_model.slab_for(impl, rows)
+        made = row_model.RowModel(config=config, impl=impl, slab=size)
+        return made, make(config, impl=impl)
+
+    target, params = model(args.preset, args.weights, slab)
     drafter = draft_params = None
     if head:
-        config = head_config(head, configs[0])
-        drafter = head_drafter(config, models[0], tree_rows=args.head_tree)
-        draft_params = _head_weights(config, params[0], impl, form, as_shapes)
+        config = head_config(head, target.config)
+        drafter = head_drafter(config, target, tree_rows=args.head_tree)
+        draft_params = _head_weights(config, params, impl, form, as_shapes)
     elif args.draft_preset:
-        draft_params = params[1]
+        own = args.draft_preset, args.draft_weights
+        draft, draft_params = model(*own, loading.DRAFT_SLAB)
+        catch_up = row_model.NATIVE_PREFILL_SLAB if impl == "native" else 0
         drafter = draft_model.DraftModel(
-            model=models[1],
-            gamma_max=gamma_max,
-            catch_up_rows=row_model.NATIVE_PREFILL_SLAB if impl == "native" else 0,
+            model=draft, gamma_max=gamma_max, catch_up_rows=catch_up
         )
     return loading.LanguageModel(
-        target=models[0],
-        params=params[0],
-        drafter=drafter,
-        drafter_params=draft_params,
-        tokenizer=None,
+        **{"target": target, "params": params, "tokenizer": None},
+        **{"drafter": drafter, "drafter_params": draft_params},
     )
 
 

@@ -8,6 +8,7 @@ prompts before it.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,8 @@ import numpy as np
 from experiments.lib import exact_cells as cells_lib, runs
 from spec_jax import loading
 from spec_jax.debug import evidence, recorder
-from spec_jax.drafters import draft_model, oracle, registry
-from spec_jax.engine import (
-    baseline,
-    requests as requests_lib,
-    scheduler as scheduler_lib,
-)
+from spec_jax.drafters import draft_model, registry
+from spec_jax.engine import baseline, scheduler as scheduler_lib
 from spec_jax.paging import index
 
 
@@ -39,18 +36,64 @@ COUNTS = ("rounds", "proposed", "accepted")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Models:
+    """Folders of models; the draft or the head is None where no cell has one."""
+
+    target: Any
+    draft: Any
+    head: Any
+
+    def load(self, cell: cells_lib.Cell) -> loading.LanguageModel:
+        """Returns a cell's target, with the draft model as its drafter, or a lookup."""
+        return loading.load(
+            self.target,
+            draft=self.draft,
+            drafter="ngram" if self.draft is None else "draft-model",
+            # As many as fit, whatever the cell's gamma: cells share executables.
+            gamma_max=cell.slab - 1,
+            dtype=cell.dtype,
+            weights=cell.weights if cell.weights != "dense" else None,
+            impl=cell.impl,
+            cache=cell.cache,
+            slab=cell.slab,
+        )
+
+    def with_drafter(
+        self, lm: loading.LanguageModel, cell: cells_lib.Cell
+    ) -> loading.LanguageModel:
+        """Returns the models of `load` with the cell's drafter."""
+        name = "oracle" if cell.drafter in cells_lib.FORCED else cell.drafter
+
+        def load_draft():
+            if isinstance(lm.drafter, draft_model.DraftModel):
+                return lm.drafter, lm.drafter_params
+            how = {"gamma_max": lm.gamma_max, "dtype": cell.dtype, "impl": cell.impl}
+            # Raises: no draft is given.
+            return loading.load_draft(None, lm.tokenizer, **how)
+
+        parts = registry.Parts(
+            gamma_max=lm.gamma_max,
+            vocab_size=lm.target.config.vocab_size,
+            load_draft=load_draft,
+            target=lm.target,
+            target_params=lm.params,
+            draft=self.head if name in registry.NEED_TARGET else None,
+            dtype=cell.dtype,
+        )
+        lm = lm.with_drafter(*registry.build(name, parts))
+        return lm if cell.tree == cells_lib.NO_TREE else lm.with_tree(cell.tree)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """The models, cells and prompts that are to be run.
 
     Attributes:
-      target, draft: folders; the draft is None where no cell has one.
-      head: folder of the head of cells that have one.
       header: description of the run in rows and certificates, JSON values only:
         settings, environment, weights, prompts.
     """
 
-    target: Any
-    draft: Any
+    models: Models
     # In the order of `exact_cells.star` and `exact_cells.product`
     cells: Sequence[cells_lib.Cell]
     prompts: Sequence[tuple[str, list[int]]]  # `(id, token ids)`
@@ -58,7 +101,6 @@ class Plan:
     longest: int  # positions that the longest prompt and its text need
     stop_ids: tuple[int, ...]
     header: Mapping[str, Any]
-    head: Any = None
     done: frozenset[tuple[str, int]] = frozenset()  # `key` of rows that exist
 
     def settings(self, cell: cells_lib.Cell) -> runs.Settings:
@@ -74,57 +116,6 @@ class Plan:
             sampling=cell.settings,
             num_slots=cell.batch,
         )
-
-
-def load_models(
-    cell: cells_lib.Cell, *, target: Any, draft: Any
-) -> loading.LanguageModel:
-    """Returns a cell's target, with the draft model as its drafter.
-
-    Args:
-      target, draft: folders; without a draft the drafter is a lookup.
-    """
-    return loading.load(
-        target,
-        draft=draft,
-        drafter="ngram" if draft is None else "draft-model",
-        # As many as fit, whatever the cell's gamma, so that cells share executables.
-        gamma_max=cell.slab - 1,
-        dtype=cell.dtype,
-        weights=cell.weights if cell.weights != "dense" else None,
-        impl=cell.impl,
-        cache=cell.cache,
-        slab=cell.slab,
-    )
-
-
-def with_drafter(
-    lm: loading.LanguageModel, cell: cells_lib.Cell, *, head: Any = None
-) -> loading.LanguageModel:
-    """Returns the models of `load_models` with the cell's drafter.
-
-    Args:
-      head: folder of the head that the cell's drafter is, if it is one.
-    """
-    name = "oracle" if cell.drafter in cells_lib.FORCED else cell.drafter
-
-    def load_draft():
-        if isinstance(lm.drafter, draft_model.DraftModel):
-            return lm.drafter, lm.drafter_params
-        how = {"gamma_max": lm.gamma_max, "dtype": cell.dtype, "impl": cell.impl}
-        return loading.load_draft(None, lm.tokenizer, **how)  # Raises: none is given.
-
-    parts = registry.Parts(
-        gamma_max=lm.gamma_max,
-        vocab_size=lm.target.config.vocab_size,
-        load_draft=load_draft,
-        target=lm.target,
-        target_params=lm.params,
-        draft=head if name in registry.NEED_TARGET else None,
-        dtype=cell.dtype,
-    )
-    lm = lm.with_drafter(*registry.build(name, parts))
-    return lm if cell.tree == cells_lib.NO_TREE else lm.with_tree(cell.tree)
 
 
 def decode(
@@ -184,8 +175,8 @@ class Slots:
         speculator = made.speculator.replace(target=watched)
         self._scheduler = _Recorded(**vars(made) | {"speculator": speculator})
         self._state = watched.attach(made.empty(draws=settings.sampling is not None))
-        self._settings, self._rate = settings, cells_lib.FORCED.get(cell.drafter, 1.0)
-        self._knows_text = isinstance(lm.drafter, oracle.Oracle)
+        rate = cells_lib.FORCED.get(cell.drafter, 1.0)
+        self._request = functools.partial(runs.make_request, lm, settings, rate=rate)
 
     def run(self, prompts: Sequence[list[int]], plain: Sequence[Plain]) -> list[Rounds]:
         """Runs all prompts; takes the evidence of each before its slot is refilled.
@@ -196,18 +187,8 @@ class Slots:
         Raises:
           ValueError, MemoryError, RuntimeError: as `Scheduler.run`.
         """
-        requests = [
-            requests_lib.Request(
-                prompt=prompt,
-                max_tokens=self._settings.gen_tokens,
-                gamma=self._settings.gamma,
-                sampling=self._settings.sampling,
-                draft_params=oracle.make_trace(text.tolist(), rate=self._rate)
-                if self._knows_text
-                else None,
-            )
-            for prompt, (_, text) in zip(prompts, plain, strict=True)
-        ]
+        texts = (text.tolist() for _, text in plain)
+        requests = list(map(self._request, prompts, texts))
         found: dict[int, Rounds] = {}
         where = {"state": self._state, "keep": lambda *state_and_slot: state_and_slot}
         for one in self._scheduler.run(requests, **where):
@@ -240,9 +221,9 @@ def rows_of(plan: Plan, cells: Sequence[cells_lib.Cell]) -> Iterator[dict[str, A
                 missing = [n for n in part if (cell.name, n) not in plan.done]
                 if not missing:
                     continue
-                lm = lm or load_models(cell, target=plan.target, draft=plan.draft)
+                lm = lm or plan.models.load(cell)
                 if cell not in slots:
-                    own = with_drafter(lm, cell, head=plan.head)
+                    own = plan.models.with_drafter(lm, cell)
                     slots[cell] = Slots(own, cell, plan.settings(cell))
                 seated = _seated(missing, count, cell.batch)
                 for number in set(seated) - set(plain):

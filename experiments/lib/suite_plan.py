@@ -223,26 +223,27 @@ def _plan(
     source: str,
 ) -> suite.Plan:
     """Returns the plan; loads the models, to hash their weights, and the prompts."""
-    folders = {
-        "target": args.target or loading.EMBEDDED_TARGET,
-        "draft": args.draft or loading.EMBEDDED_DRAFT if settings["draft"] else None,
-    }
+    models = suite.Models(
+        target=args.target or loading.EMBEDDED_TARGET,
+        draft=args.draft or loading.EMBEDDED_DRAFT if settings["draft"] else None,
+        head=args.head,
+    )
     weights = {}
     for kind, cell in {cell.kind_of_weights: cell for cell in cells}.items():
-        lm = suite.load_models(cell, **folders)
+        lm = models.load(cell)
         weights[kind] = {"target": fingerprint.of_params(lm.params)}
         if settings["draft"]:
             weights[kind]["draft"] = fingerprint.of_params(lm.drafter_params)
         if args.head is not None:
             name = registry.kind_of(args.head)
             named = dataclasses.replace(cell, drafter=name, tree=cells_lib.NO_TREE)
-            with_head = suite.with_drafter(lm, named, head=args.head)
+            with_head = models.with_drafter(lm, named)
             weights[kind]["head"] = fingerprint.of_params(with_head.drafter_params)
     kinds = {(c.slab, c.drafter, c.tree): c for c in cells}
     for cell in kinds.values():
         is_tree = cell.tree != cells_lib.NO_TREE
         if is_tree or cell.slab == lm.gamma_max + 1:  # Raises if it lacks a part.
-            suite.with_drafter(lm, cell, head=args.head)
+            models.with_drafter(lm, cell)
     words = prompts_lib.with_options(argparse.Namespace(**settings), lm.tokenizer)
     named = prompt_files.parse(source)
     encoded = prompts_lib.encode(words, named, raw=settings["raw"])
@@ -265,8 +266,7 @@ def _plan(
         "cells": [cell.to_row() for cell in cells],
     }
     return suite.Plan(
-        **folders,
-        head=args.head,
+        models=models,
         cells=cells,
         prompts=prompts,
         gen_tokens=settings["gen_tokens"],

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experiments.lib import files, terminal
+from experiments.lib import curves, files, reproduction, terminal
 from spec_jax.debug import evidence
 from spec_jax.drafters import tree_shapes
 
@@ -99,11 +99,6 @@ def _beside_theirs(row: Row) -> str:
     return f"({note}{row['vs_hf']:.2f}x)"
 
 
-def _first_difference(row: Row) -> str:
-    first = row["first"]
-    return f"{first['operation']}, layer {first['layer']}" if first else "none"
-
-
 DECODED = {
     (0, "ngram"): "plain",
     (0, "draft-model"): "plain, with a draft model that takes in the prompts",
@@ -142,7 +137,7 @@ WORDS: Mapping[str, Callable[[Row], str]] = {
     "way_to_decode": _way_to_decode,
     "beside_theirs": _beside_theirs,
     "positions": lambda row: "" if row["context"] is None else f"{row['context']:,}",
-    "first_difference": _first_difference,
+    "first_difference": curves.first_of,
     "all_equal": lambda row: "all" if is_equal(row) else "not all",
     "budget": lambda row: (
         f"tree of {row['gamma']}" if row.get("tree") else f"chain of {row['gamma']}"
@@ -172,41 +167,14 @@ SHOWN: Mapping[str, Callable[[Row], bool]] = {
 }
 """Conditions on the rows of its kind that a table has, if not all."""
 
-_DRAWN = "--sampling greedy,sampled --batch 1,4"
-_HEAD = f"--isa avx2 --drafter eagle3 --product --tree none,4x6:15 --gamma 4 {_DRAWN}"
-CERTIFICATES = {
-    "default": "python experiments/exactness.py --certificate FILE",
-    "drafters_native_bfloat16": "... --product "
-    "--drafter ngram,suffix,hybrid,draft-model,oracle --gamma-policy "
-    "fixed,threshold,goodput --batch 1,4 --sampling greedy,sampled",
-    "trees_native_bfloat16": (
-        f"... --product --tree 2x4:7,4x6:15,4x16:31,4x16:63 {_DRAWN}"
-    ),
-    "full_native_bfloat16": "... --full --prompts 12 --gen-tokens 256",
-    "gsm8k_native_bfloat16": "... --prompts gsm8k/test.jsonl:50 --gen-tokens 64",
-    "smollm2_native_bfloat16": f"... --target smollm2 {_HEAD}",
-    "smollm2_native_q8_0": f"... --target smollm2 --weights q8_0 {_HEAD}",
-    "smollm2_native_q4_1": f"... --target smollm2 --weights q4_1 {_HEAD}",
-    "dspark_native_bfloat16": (
-        f"... --drafter dspark --product --tree none,4x6:15 --gamma 4,7 {_DRAWN}"
-    ),
-    "dspark_scheduled_native_bfloat16": (
-        f"... --drafter dspark --product --gamma-policy schedule --gamma 4,7 {_DRAWN}"
-    ),
-    "choice_native_bfloat16": (
-        f"... --isa avx2 --drafter choice --product --gamma 4,7 {_DRAWN}"
-    ),
-}
-"""Exactness certificates, and the flags that they are made by."""
-
 
 def _certificates() -> list[Row]:
     """Returns exactness certificates: how each was made, and whether all was equal."""
     found = []
-    for name, command in CERTIFICATES.items():
-        row = json.loads(files.read(RESULTS / "certificates" / f"{name}.json"))
-        row |= {"command": command, "file": f"{name}.json"}
-        row["num_cells"] = len(row["cells"])
+    for step in reproduction.certificates():
+        row = json.loads(files.read(step.path))
+        row["command"] = step.runs[0].replace("exactness", "exactness.py", 1)
+        row |= {"file": step.path.name, "num_cells": len(row["cells"])}
         found.append(row | {"all_exact": "all" if row["exact"] else "not all"})
     return found
 

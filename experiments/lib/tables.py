@@ -194,7 +194,7 @@ class Report:
     """A writer of rows and of their tables, which notes whether anything failed.
 
     Args:
-      columns: columns of the table of each kind of rows; other rows are lines.
+      columns: columns of the table of each kind of rows.
     """
 
     def __init__(
@@ -203,21 +203,15 @@ class Report:
         console: rich_console.Console,
         columns: Mapping[str, Mapping[str, Column]],
     ):
-        self._out, self._console, self._columns = out, console, columns
-        self.failed = False
+        self._out, self._console, self.failed = out, console, False
+        self._columns = {"error": {"item": "", "error": ""}} | columns
 
     def add(self, name: str, work: Callable[[], list[dict]], **how: Any) -> None:
         """Writes and prints the rows of `work`; `how` is for `records.guarded`."""
-        rows = records.guarded(name, work, **how)
-        self._out.write_all(rows)
+        rows = self._out.write_all(records.guarded(name, work, **how))
         self.failed |= any(map(records.is_failure, rows))
         for kind, group in itertools.groupby(rows, key=lambda row: row["kind"]):
-            if kind in self._columns:
-                print_rows(list(group), self._columns[kind], self._console)
-                continue
-            for row in group:
-                line = records.line(row)
-                self._console.print(line, highlight=False, soft_wrap=True)
+            print_rows(list(group), self._columns[kind], self._console)
 
 
 AXES = {

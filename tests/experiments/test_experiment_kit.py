@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from script_runs import ROOT, last_line, rows_of, run_python
 
-from experiments.lib import cli, fan_out, records, results, tables
+from experiments.lib import cli, fan_out, flags, records, results, tables
 
 
 def run(error: BaseException | None, **given) -> int:
@@ -157,7 +157,7 @@ def multiplied(factor: int):
 def test_tasks():
     """Checks tasks in this process; a worker with another version of jax is refused."""
     parser = argparse.ArgumentParser()
-    fan_out.add_flags(parser)
+    flags.add(parser, "cluster")
     fan = fan_out.of(parser.parse_args([]), multiplied, 2)
     assert {task: [*made] for task, made in fan(multiplied(2), [3])} == {3: [6]}
     assert fan_out.call(fan_out.Job(make=multiplied, values=(2,)), 3) == [6]

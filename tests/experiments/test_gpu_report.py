@@ -2,9 +2,10 @@
 
 import dataclasses
 import importlib
-import itertools
 import os
+import re
 import signal
+import threading
 
 import pytest
 from script_runs import rows_of
@@ -33,8 +34,8 @@ def few_layers(monkeypatch):
 def test_every_call_can_be_parsed(tmp_path, monkeypatch):
     """Fails if a script loses a flag, or two calls write to one file."""
     monkeypatch.chdir(tmp_path)
-    for impl, rehearse in itertools.product(("triton", "xla"), (False, True)):
-        calls = gpu_report.all_calls(impl=impl, rehearse=rehearse)
+    for impl in ("triton", "xla"):
+        calls = gpu_report.all_calls(impl=impl)
         for each in calls:
             module, arguments, _ = each.request(tmp_path, device="gpu")
             assert not any("{" in word for word in arguments), arguments
@@ -102,14 +103,30 @@ def test_programs_are_lowered_without_a_gpu(
     assert [row["status"] for row in calls] == ["done"]
 
 
+TINY = {
+    "0.6b": "tiny",
+    "8b": "tiny",
+    "turns": "--impl xla --repeats 1",
+    "all": "--contexts 16 --rows 1,5",
+    "published": "--steps 2 --contexts 16 --forced mt-bench,gsm8k --gen-tokens 12",
+}
+
+
 @pytest.mark.slow
-def test_a_rehearsal(tmp_path, no_gpu, monkeypatch):
+def test_calls_of_a_tiny_model(tmp_path, no_gpu, monkeypatch):
     """Fails if a call needs its own process, or runs what was not compiled ahead."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)  # The tests set it.
-    out = str(tmp_path)
+    words = gpu_report._WORDS + "\n".join(map(": ".join, TINY.items()))
+    monkeypatch.setattr(gpu_report, "_WORDS", words)
+    patient = re.sub(r"\| \d+ \|", "| 9000 |", gpu_report._CALLS)
+    monkeypatch.setattr(gpu_report, "_CALLS", patient)
     only = ("--only", " (steps 0.6b|eagle3)$", "--budget", "36000")
-    arguments = ["--rehearse", "--impl", "xla", "--out", out, *only]
-    assert gpu_report.main(arguments) == gpu_report.DONE
+    args = gpu_report.parse_args(["--out", str(tmp_path), *only])
+    assert gpu_report.run_all(args) == gpu_report.DONE
+    worker = gpu_report.worker_of(args, is_ahead=True)
+    calls = gpu_report.chosen(args)
+    gpu_report.compile_ahead(args, worker, calls, {calls[0].name}, threading.Event())
+    worker.end()
     every = rows_of(tmp_path / "h-eagle3.jsonl")
     rows = [row for row in every if row["kind"] == "rounds"]
     assert [row["forced_rate"] for row in rows] == ["mt-bench", "gsm8k"]

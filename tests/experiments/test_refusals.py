@@ -83,7 +83,7 @@ CASES = (
     ("rollouts", "--temperature 0 --samples 2", "are one text: give a temperature"),
     ("rollouts", "--steps 1 --top-k 3 --repeats 1", "leave filters out"),
     ("gpu_report", "--dry-run --only gama --out x", "--list"),
-    ("gpu_report", "--rehearse", "--out FOLDER is needed"),
+    ("gpu_report", "--dry-run", "--out FOLDER is needed"),
     ("exactness", "--gamma 4", "--gamma 4 needs a slab of 5 rows"),
     ("exactness", "--drafter medusa", "always-right"),
     ("exactness", "--batch 4", "--batch 4 needs 4 prompts"),

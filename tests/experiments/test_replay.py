@@ -124,7 +124,7 @@ def test_what_is_refused(write, capsys):
         (("--drafter", "dspark"), "dspark reads its target"),
         (("--gamma-policy", "budget"), "give --round-costs"),
         (("--drafter", "ngram", "--round-costs", "1,2"), "0 .. 1 drafts"),
-        (("--round-costs", "1,x"), "1,x"),
+        (("--round-costs", "1,x"), "--round-costs: could not convert string"),
     ):
         given = [str(write("sampled")), "--gamma", "4", *flags]
         assert_fails_with(replay.main, capsys, given, words)

