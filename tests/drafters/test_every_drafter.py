@@ -69,7 +69,8 @@ def alone(drafter):
 
 HYBRID_PARAMS = functools.partial(hybrid.HybridParams, corpus=CORPUS)
 NGRAM = ngram.PromptLookup(gamma_max=GAMMA_MAX)
-WINDOWED, EAGLE = dataclasses.replace(heads.EAGLE, window=5), heads.PARAMS["eagle3"]
+WINDOWED = dataclasses.replace(heads.HEADS["eagle3"], window=5)
+EAGLE = heads.PARAMS["eagle3"]
 CHAINS = {
     "draft-model": (draft_model, WEIGHTS),
     "ngram": (alone(NGRAM), None),

@@ -7,11 +7,12 @@ shares no code, no names and no fused weights with `spec_jax.model.block_draft`.
 import dataclasses
 
 import numpy as np
-from model.float64_layer import Head as _Head, attend, heads_of, mlp
+from model import eagle3_oracle
+from model.eagle3_oracle import attend, heads_of, mlp
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Head(_Head):
+class Head(eagle3_oracle.Head):
     """A block drafter, with the target's output projection in case it has none."""
 
     lm_head: np.ndarray  # [V, D], of the target
