@@ -125,7 +125,7 @@ PAGES = (
            "test_broken_tables_are_reported[a free page that is owned]"),
     Mutant("a position below zero is on the last page", "ops.page_write:locate",
            "wrap_negative_indices=False", "wrap_negative_indices=True",
-           "paging/test_index.py::test_outside_the_table_is_nowhere[0--1]"),
+           "paging/test_cache.py::test_outside_the_table_is_nowhere[0--1]"),
     Mutant("a padding row is written to the last page", "ops.page_write:page_write",
            "num_active, at, num_pages", "num_active, at, -1",
            "paging/test_cache.py::test_nothing_else_is_written"),

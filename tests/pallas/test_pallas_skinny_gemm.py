@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from native import native_oracle as oracle
 from ops import row_contract
-from ops.products import EPS, Product
+from ops.row_contract import EPS, Product
 from slow_cases import slow
 
 from spec_jax import testing
