@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gamma_cases import ADAPTIVE, GAMMA_MAX, ROUND_S, make
 from hypothesis import strategies as st
+from simulation import ADAPTIVE, GAMMA_MAX, ROUND_S, make
 
 from spec_jax import testing
 from spec_jax.gamma import confidence, goodput, leader, policy, theory, threshold

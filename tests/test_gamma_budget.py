@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import gamma_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,7 +69,7 @@ def test_no_text_is_slower_by_more_than_the_bound(chances, draft):
 
 def test_the_bounded_policy_begins_anew():
     """Fails if a leader under a bound takes one text's counts for the next text's."""
-    asks, first = gamma_cases.make("leader")
+    asks, first = simulation.make("leader")
     numbers = {"gamma": 2, "num_drafted": 2, "num_accepted": 0}
     learnt = asks.update(first, **{name: jnp.int32(x) for name, x in numbers.items()})
     bounds = budget.Budget(asks=asks), schedule.Schedule(gamma_max=4, asks=asks)

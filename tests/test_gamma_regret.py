@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import simulation
-from gamma_cases import ADAPTIVE, GAMMA_MAX, ROUND_S, make
+from simulation import ADAPTIVE, GAMMA_MAX, ROUND_S, make
 
 from spec_jax.gamma import policy, theory
 

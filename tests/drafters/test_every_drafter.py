@@ -122,8 +122,8 @@ QUICK = (
     ("native", "coupled", "eagle3 with a window, searched", 4),
     ("native", "coupled", "peagle, searched", 4),
 )
-"""Most kinds of drafter; more would compile too long. `test_sampled` and `test_trees`
-run the rule "block", `test_wide_windows` searched trees, all in `tests/engine`."""
+"""Most kinds of drafter; more would compile too long. In `tests/engine`, `test_sampled`
+and `test_trees` run the rule "block", and the latter searched trees, too."""
 
 
 CASES = [

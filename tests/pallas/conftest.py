@@ -7,7 +7,7 @@ import pytest
 
 
 # Its assertions then show what they found, as those of a test do.
-pytest.register_assert_rewrite("hopper_launches")
+pytest.register_assert_rewrite("hopper_checks")
 
 
 @pytest.fixture(scope="session")

@@ -7,10 +7,9 @@ two kernels.
 
 import re
 
-import hopper_launches as checks
+import hopper_checks as checks
 import hopper_models as models
 import pytest
-import xla_fusions
 from slow_cases import slow
 
 from spec_jax.pallas import slab
@@ -84,11 +83,11 @@ def test_a_step(compiler, name, weights):
         expected += ["byte_rows"] * is_rounded + [kernel]
     assert ours(report.launches, "byte_rows") == expected
     if is_bytes:
-        (looked_up,) = xla_fusions.float_fusions(report.hlo)
+        (looked_up,) = checks.float_fusions(report.hlo)
         text = " ".join(looked_up)
         assert not re.search(r"\b(add|subtract|divide|dot|reduce)\(", text)
     else:
-        assert xla_fusions.float_fusions(report.hlo) == of_xla
+        assert checks.float_fusions(report.hlo) == of_xla
     # There is no loop: nothing is asked of the host.
     assert not checks.split(report)[1]
     rest = len(report.launches) - len(LAYER) - len(of_xla) - 5 * is_bytes
@@ -111,7 +110,7 @@ def test_a_verification_of_a_tree(compiler, name):
     # Moving the accepted path's keys and values is among them.
     assert sorted(ours(report.launches)) == sorted([*LAYER * 2, *END])
     checks.assert_near(len(report.launches), 37, f"two layers of a tree, {name}")
-    assert not xla_fusions.float_fusions(report.hlo)
+    assert not checks.float_fusions(report.hlo)
 
 
 OF_A_LAYER = 7  # launches
@@ -137,7 +136,7 @@ def test_a_round(compiler, name, weights):
     assert_in_graphs(report)
     checks.assert_launched_early(report)
     is_bytes = weights != "dense"  # XLA looks up tokens.
-    assert len(xla_fusions.float_fusions(report.hlo)) == is_bytes
+    assert len(checks.float_fusions(report.hlo)) == is_bytes
     # There is one loop, of drafts: pages are allocated and freed without one.
     outside, (drafts,) = checks.split(report)
     assert ours(drafts) == [*LAYER * draft_depth, *END]
@@ -187,7 +186,7 @@ def test_a_block_of_several_slabs(compiler, size, num_blocks):
     drafter = models.block_head("qwen3-8b", size=size, depth=1)
     copies = -(-size * num_blocks // 16) + 1
     checks.assert_in_place(report, drafter.model, copies=copies, num_slots=num_blocks)
-    assert not xla_fusions.float_fusions(report.hlo)
+    assert not checks.float_fusions(report.hlo)
     kernels = ours(report.launches)
     # Queries are a separate product of the same normed rows: XLA norms these once.
     assert kernels.count("paged_attention") == 1 and kernels.count("rms_norm") == 3
