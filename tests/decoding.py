@@ -270,29 +270,12 @@ def padded(texts: Sequence[Sequence[int]], size: int, *, behind: int = 0) -> jax
     return jnp.array(rows, jnp.int32)
 
 
-def begin_plain(
-    prompt=PROMPT, *, capacity=CAPACITY, target=TARGET, params=TARGET_PARAMS, **settings
-) -> baseline.DecodeState:
-    """Returns the state of decoding with the tiny target before its first step."""
-    kv = target.new_cache(capacity=capacity, page_size=PAGE_SIZE)
-    settings = {"max_tokens": 40, "stop_ids": (), "sampling": None} | settings
-    return baseline.begin(target, params, kv, prompt, **settings)
-
-
-def plain(
-    prompt=PROMPT, *, target=TARGET, params=TARGET_PARAMS, **settings
-) -> baseline.DecodeState:
-    """Decodes with the tiny target autoregressively, see `begin_plain`."""
-    state = begin_plain(prompt, target=target, params=params, **settings)
-    return baseline.generate(target, params, state, max_steps=FOREVER)
-
-
 def begun(setting: Setting, ask: Ask) -> baseline.DecodeState:
     """Returns the state of decoding a sequence before its first step."""
-    of_ask = {"max_tokens": ask.max_tokens, "stop_ids": ask.stop_ids}
-    where = {"target": setting.target, "params": setting.weights}
-    where |= {"capacity": setting.capacity, "sampling": ask.settings}
-    return begin_plain(ask.prompt, **of_ask, **where)
+    kv = setting.target.new_cache(**setting.sizes)
+    how = {"max_tokens": ask.max_tokens, "stop_ids": ask.stop_ids}
+    how["sampling"] = ask.settings
+    return baseline.begin(setting.target, setting.weights, kv, ask.prompt, **how)
 
 
 @functools.cache

@@ -46,7 +46,7 @@ def target(request):
 def plain(target):
     """Returns the state of decoding with a recorder, and the entries."""
     watched = recorder.Recorder(target=target)
-    state = watched.attach(decoding.begin_plain(target=target))
+    state = watched.attach(decoding.begun(Setting(target=target), Ask()))
     how = {"max_steps": decoding.FOREVER}
     return watched.detach(
         baseline.generate(watched, decoding.TARGET_PARAMS, state, **how)
@@ -63,8 +63,9 @@ def rounds(target):
 
 def test_recording_moves_no_bit(target, plain, rounds):
     """Fails if the recorder changes any bit of the last states."""
-    assert_same_bits(plain[0], decoding.plain(target=target))
-    assert_same_bits(rounds[0], decoding.run(Setting(target=target), ASKS))
+    setting = Setting(target=target)
+    assert_same_bits(plain[0], decoding.decoded(setting, Ask()))
+    assert_same_bits(rounds[0], decoding.run(setting, ASKS))
 
 
 def test_rounds_record_what_decoding_does(plain, rounds):

@@ -16,8 +16,11 @@ from spec_jax.model import row_model
 START = len(PROMPT)
 
 
-def begin(prompt=PROMPT, *, target=SMALL.target, **settings):
-    return decoding.begin_plain(prompt, target=target, params=SMALL.weights, **settings)
+def begin(prompt=PROMPT, *, target=SMALL.target, capacity=96, **settings):
+    """Returns the state of decoding before its first step."""
+    kv = target.new_cache(capacity=capacity, page_size=decoding.PAGE_SIZE)
+    settings = {"max_tokens": 40, "stop_ids": (), "sampling": None} | settings
+    return baseline.begin(target, SMALL.weights, kv, prompt, **settings)
 
 
 def test_replay_finds_what_decoding_would_not_have_chosen():
@@ -38,10 +41,7 @@ def test_replay_finds_what_decoding_would_not_have_chosen():
 
 
 BAD = {
-    "a long prompt": (
-        {"prompt": list(range(97))},
-        r"97 tokens but the cache holds 96",
-    ),
+    "a long prompt": ({"prompt": list(range(97))}, r"97 tokens but the cache holds 96"),
     "a token": ({"prompt": [3, 96]}, r"token 96, outside \[0, 96\)"),
     "no prompt": ({"prompt": np.array([], np.int32)}, "prompt is empty"),
     "a text": ({"prompt": "def f"}, "prompt is text, 'def f': give token ids, as a to"),

@@ -164,11 +164,7 @@ def walk(scene, together, rng, *, num_steps=8) -> int:
 
 @pytest.mark.parametrize(
     ("kind", "num_slots"),
-    [
-        slow("native-float32", 1),
-        ("native-bfloat16", 4),
-        slow("xla-float32", 4),
-    ],
+    [slow("native-float32", 1), ("native-bfloat16", 4), slow("xla-float32", 4)],
 )
 def test_slots_are_what_they_are_alone(kind, num_slots, rng):
     """Fails if a bit depends on neighbours, on a tile, or on places without a token."""

@@ -243,8 +243,7 @@ def of_drafts(setting, rows, num_slots):
 
 
 @pytest.mark.parametrize(
-    ("rows", "impl"),
-    [slow(64, "native"), (WIDEST, "native"), slow(WIDEST, "xla")],
+    ("rows", "impl"), [slow(64, "native"), (WIDEST, "native"), slow(WIDEST, "xla")]
 )
 def test_tokens_are_those_of_decoding_at_each_budget(rows, impl):
     """Fails if a row does not see a node of an earlier tile, or a branch is cut."""

@@ -41,8 +41,8 @@ def test_rows_that_do_not_follow_are_refused():
 
 def test_a_refusal_reaches_the_edge():
     """Fails if the check accepts a generation whose rows left a gap in the cache."""
-    model = decoding.quickest()
-    state = decoding.plain(max_tokens=1, target=model)
+    model = decoding.SMALL.target
+    state = decoding.decoded(decoding.SMALL, decoding.Ask(max_tokens=1))
     kv = state.cache.replace(length=state.cache.length - 1)
     check = functools.partial(baseline.check, vocab_size=model.config.vocab_size)
     check(state)

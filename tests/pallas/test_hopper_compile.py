@@ -111,10 +111,7 @@ def assert_no_atomics(kernel: ptxas_log.Kernel) -> None:
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [
-        *(slow(x, ROWS) if x[0] == "0" else (x, ROWS) for x in WEIGHTS),
-        ("8B gate", 64),
-    ],
+    [*(slow(x, ROWS) if x[0] == "0" else (x, ROWS) for x in WEIGHTS), ("8B gate", 64)],
 )
 def test_products_read_their_weights_once(compiler, name, rows):
     """Fails if a kernel spills, does not fit, or copies more than weights and rows; if

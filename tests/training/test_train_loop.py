@@ -50,8 +50,7 @@ def test_every_window_comes_once_an_epoch():
 
 
 @pytest.mark.parametrize(
-    ("is_counted", "counts"),
-    [(False, {128: 20, 256: 10, 384: 4, 640: 4}), (True, {})],
+    ("is_counted", "counts"), [(False, {128: 20, 256: 10, 384: 4, 640: 4}), (True, {})]
 )
 def test_batches_hold_about_as_much(rng, is_counted, counts):
     """Fails if a batch mixes lengths or holds more than a batch of the longest, if a
