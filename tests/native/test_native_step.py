@@ -1,5 +1,6 @@
 """`steps.step`: one call has the bits of the operations one by one."""
 
+import dataclasses
 import functools
 
 import block_models as models
@@ -126,35 +127,27 @@ def test_an_operation_that_differs_is_caught():
 def test_refusals():
     """Fails if the kernel runs on weights of another shape or form."""
     config, params = make("float32")
-    names = steps.LayerWeights._fields[:-1]
-    layers = [
-        steps.LayerWeights(**{name: getattr(layer, name) for name in names})
-        for layer in params.layers
-    ]
-    pool = jnp.zeros((3, 8, config.num_kv_heads, config.head_dim))
+    kv = models.new_slots(config, 2)
+    model = steps.Model.of(params, params.layers, config, kv)
+    (first, second), (pool, _) = model.layers, model.pages[0]
     number = jnp.zeros((2,), jnp.int32)
     angle = jnp.zeros((2, config.head_dim // 2))
-    model = {
-        "embed": params.embed, "layers": layers, "final_norm": params.final_norm,
-        "head": None, "pages": [(pool, pool)] * 2, "eps": 1e-6, "scale": 1.0,
-        "page_table": number[None],
-    }  # fmt: skip
     rows = decoder.Rows(
         tokens=number, slots=number, positions=number, num_active=jnp.int32(1)
     )
     how = {"rows": rows, "angles": (angle, angle), "taps": (), "with_logits": True}
-    bad = layers[0]._replace(down=layers[0].gate_up)
-    half = layers[0]._replace(k_norm=None)
+    bad = second._replace(down=second.gate_up)
+    half = second._replace(k_norm=None)
     for message, change in {
         r"taps=\(3,\) of 2 layers": {"taps": (3,)},
         "cos has shape": {"angles": (angle[:1], angle)},
         "page_table has shape": {"page_table": number},
-        "both, or neither": {"layers": [layers[0], half]},
-        "down has shape": {"layers": [layers[0], bad]},
+        "both, or neither": {"layers": [first, half]},
+        "down has shape": {"layers": [first, bad]},
         "v_pages has shape": {"pages": [(pool, pool[:2])] * 2},
         "of panels": {"embed": jnp.zeros(params.embed.shape)},
     }.items():
-        given = model | how | change
+        of_model = {name: change[name] for name in change.keys() - how}
+        given = how | {name: change[name] for name in change.keys() & how}
         with pytest.raises(ValueError, match=message):
-            weights = steps.Model(**{name: given.pop(name) for name in model})
-            steps.step(model=weights, **given)
+            steps.step(model=dataclasses.replace(model, **of_model), **given)
