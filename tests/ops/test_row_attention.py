@@ -85,17 +85,14 @@ def test_a_window(rng, impl, window):
             slab.v_pages[slab.locate(slot, position)] = np.nan
     attend = functools.partial(slabs.run, impl, window=window)
     if impl == "interpret":  # Its keys before a window must be finite.
-        slab = dataclasses.replace(
-            slab,
-            k_pages=np.nan_to_num(slab.k_pages),
-            v_pages=np.nan_to_num(slab.v_pages),
-        )
+        finite = {x: np.nan_to_num(getattr(slab, x)) for x in ("k_pages", "v_pages")}
+        slab = dataclasses.replace(slab, **finite)
     R = len(rows)
     out, *_ = attend(slabs.in_slab(slab, range(R)), R)
     expected, *_ = oracle.attend(slab, **slabs.numbers(slab), window=window)
     near = {"dtype": "float32", "reduction": 16 + window}
     testing.assert_rows_close(out[:R], expected, **near)
-    alone, *_ = slabs.rows_alone(slab, lambda one, live: attend(one, live))
+    alone, *_ = slabs.rows_alone(slab, attend)
     testing.assert_same_bits(out[:R], alone)
     other, *_ = oracle.attend(slab, **slabs.numbers(slab), window=window + 1)
     if not np.isnan(other).any():  # Negative control: one key more.
@@ -222,12 +219,8 @@ def tree_slab(rng):
     slab = slabs.small_slab(rng, "float32", rows=rows)
     positions = [61 + len(path(node)) for node in range(NODES)] + [10, 11]
     first = [positions.index(position) for position in positions]
-    slab = dataclasses.replace(
-        slab,
-        positions=np.asarray(positions, np.int32),
-        cos=slab.cos[first],
-        sin=slab.sin[first],
-    )
+    turned = {"cos": slab.cos[first], "sin": slab.sin[first]}
+    slab = dataclasses.replace(slab, positions=np.int32(positions), **turned)
     branches = [[*range(62), *(62 + i for i in path(node))] for node in range(NODES)]
     branches += [list(range(position + 1)) for position in (10, 11)]
     return slab, np.asarray([branch[-WIDTH:] for branch in branches], np.int32)
