@@ -173,18 +173,23 @@ def test_what_was_recorded_is_what_decoding_saw():
                 )
 
 
-class Liar(ScriptedTree):
-    """Proposes trees in which some parents do not come before their children."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OtherParents(ScriptedTree):
+    """Proposes trees in which some parents do not come before their children; or
+    chains, although it has the `depth_max` of a drafter of trees."""
+
+    parents: tuple[int, ...] | None = tuple(range(WIDTH, 0, -1))
 
     def propose(self, params, memory, **text):
         memory, proposal = super().propose(params, memory, **text)
-        return memory, proposal.replace(parents=jnp.arange(WIDTH, 0, -1))
+        parents = self.parents and jnp.array(self.parents, jnp.int32)
+        return memory, proposal.replace(parents=parents)
 
 
 def test_parents_that_are_none_commit_nothing_wrong():
     """Fails if rows and acceptance read different trees from invalid parents."""
     for right in ("deep", "equal"):
-        checked([Ask(gamma=WIDTH)], right=right, drafter=Liar())
+        checked([Ask(gamma=WIDTH)], right=right, drafter=OtherParents())
 
 
 @pytest.mark.parametrize("rule", (slow("rejection"), "block"))
@@ -193,17 +198,9 @@ def test_rules_by_uniforms_are_greedy_at_temperature_zero(rule, right="second"):
     checked([Ask(gamma=WIDTH, run=3), Ask(gamma=4, run=2)], right=right, rule=rule)
 
 
-class NoTree(ScriptedTree):
-    """Proposes chains, although it has the `depth_max` of a drafter of trees."""
-
-    def propose(self, params, memory, **text):
-        memory, proposal = super().propose(params, memory, **text)
-        return memory, proposal.replace(parents=None)
-
-
 def test_what_cannot_be_a_tree_is_refused():
     with pytest.raises(ValueError, match="depth_max=3, and proposes no parents"):
-        checked([Ask()], drafter=NoTree())
+        checked([Ask()], drafter=OtherParents(parents=None))
     with pytest.raises(ValueError, match="object chooses the length of a chain"):
         scheduler_of("none", gamma_policy=object(), policy_state=())
     wide = goodput.RankGoodput(gamma_max=WIDTH + 1)

@@ -43,7 +43,6 @@ CONFIGS = {
         rotary_size=4,
     ),
 }
-FORMS = ("native", "xla")
 
 
 @pytest.fixture(params=CONFIGS)
@@ -140,7 +139,9 @@ def test_drafters_of_eight_bits(kind, tmp_path):
     target, draft = tiny_pair.write(tmp_path)
     if kind != "draft-model":
         draft = tiny_pair.WRITE_HEAD[kind](tmp_path / "head", target)
-    for impl in FORMS:
+    # Whether a matrix is in blocks of bytes; None if it is no matrix.
+    of_form = lambda w: weights.is_bytes(w) if len(w.shape) == 2 else None
+    for impl in ("native", "xla"):
         how = {"draft": draft, "drafter": kind, "impl": impl, "gamma_max": 3}
         both = [sj.load(target, **how, draft_weights=form) for form in (None, "q8_0")]
         dense, made = (params_lib.map_matrices(of_form, x.drafter_params) for x in both)
@@ -196,11 +197,6 @@ def test_it_is_lossless_on_each_kernel(impl, tmp_path):
     lm = load_pair(tmp_path, impl)
     assert "q8_0 and" in lm.card() and run.provenance(lm)["weights"] == "q8_0"
     assert sj.check_lossless(lm, ["import"], max_tokens=6).equal
-
-
-def of_form(w):
-    """Returns whether a matrix is in blocks of bytes; None if it is no matrix."""
-    return weights.is_bytes(w) if len(w.shape) == 2 else None
 
 
 def test_refusals(tmp_path):

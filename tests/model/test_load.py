@@ -43,10 +43,6 @@ def random_params(config: config_lib.Qwen3Config) -> params_lib.Params:
     )
 
 
-def write_config(folder: pathlib.Path, config: config_lib.Qwen3Config) -> None:
-    (folder / "config.json").write_text(json.dumps(config_lib.to_dict(config)))
-
-
 def write_tensors(folder: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
     """Writes tensors by the `safetensors` package instead of our own code."""
     path = folder / files.SINGLE_FILE
@@ -222,7 +218,8 @@ def test_a_tied_lm_head_in_the_file(folder, source, equal):
     ],
 )
 def test_a_config_of_another_model(folder, change, message):
-    write_config(folder, dataclasses.replace(CONFIG, **change))
+    stated = config_lib.to_dict(dataclasses.replace(CONFIG, **change))
+    (folder / "config.json").write_text(json.dumps(stated))
     assert_refused(folder, message)
 
 

@@ -120,10 +120,6 @@ def test_a_matrix_gives_the_bits_of_its_panels(rng, isa, dtype):
     testing.assert_same_bits(panels_of_it, matrix)
 
 
-def kernels_of(isa: str) -> str:
-    return isa.removeprefix("emulated_").removesuffix("_plain").removesuffix("_vnni")
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("K", "N"), [(129, 40), (577, 20)])
 def test_sums_are_in_the_order_of_blocks(rng, isa, form, dtype, K, N):
@@ -136,7 +132,7 @@ def test_sums_are_in_the_order_of_blocks(rng, isa, form, dtype, K, N):
     least, most = (-128, 127) if form == "q8_0" else (0x00, 0xFF)
     w = w.replace(values=w.values.at[:, 0].set(least).at[:, 1].set(most))
     x[:, :64] = np.where(rng.integers(0, 2, (9, 64)), 3, -3)
-    order = oracle.SUM_ORDERS[kernels_of(isa)]
+    order = oracle.order_of(isa)
     expected = order.project_bytes(x, w)
     for live in range(1, 10):
         found = row_contract.sums(isa, x, w, live)

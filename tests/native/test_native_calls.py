@@ -22,10 +22,6 @@ from spec_jax.parallel import collectives
 ALL_SETS = pytest.mark.parametrize("isa", emulation.every(amx=True), indirect=True)
 
 
-def order_of(isa) -> oracle.SumOrder:
-    return oracle.SUM_ORDERS[isa.removeprefix("emulated_")]
-
-
 @ALL_SETS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("K", "N"), [(1, 1), (129, 25), (1100, 9), (40, 150)])
@@ -36,7 +32,7 @@ def test_sums_have_the_stated_order(rng, isa, dtype, K, N):
     product of two bfloat16 is exact in float32: one rounding equals two there.)
     """
     x, w = (oracle.normal(rng, (n, K), dtype) for n in (17, N))
-    order = order_of(isa)
+    order = oracle.order_of(isa)
     expected = order.project(x, w)
     for live in (1, 3, 4, 5, 8, 9, 17):
         found = row_contract.sums(isa, x, w, live)
@@ -57,7 +53,8 @@ def test_pairs_take_denormals_for_zero(isa):
 
     Without pairs the processor's mode decides this, and XLA sets it.
     """
-    if not (order_of(isa).has_pairs or order_of(isa).has_tiles):
+    order = oracle.order_of(isa)
+    if not (order.has_pairs or order.has_tiles):
         pytest.skip(f"{isa} does not multiply by pairs")
     # Row 0 has a denormal operand. Row 1 has a product of 1e-39, which is denormal, and
     # row 2 has a product to add to it, 64 elements on.
@@ -69,7 +66,7 @@ def test_pairs_take_denormals_for_zero(isa):
     x[2, [4, 68]] = 1e-20, 1e-17
     x, w = (a.astype(jnp.bfloat16) for a in (x, w))
     y = row_contract.sums(isa, x, w)
-    testing.assert_same_bits(y, order_of(isa).project(x, w))
+    testing.assert_same_bits(y, order.project(x, w))
     assert y[:2].tolist() == [[0.0], [0.0]] and y[2, 0] > 0
 
 

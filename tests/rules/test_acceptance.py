@@ -320,20 +320,17 @@ def test_rounds_write_the_targets_law(rule):
     assert worst_cell(rule, all_noise()) < SIGMAS
 
 
-def own_from_the_drafts(noise: Noise) -> Noise:
-    """Plants the first draft's noise as that of the own token."""
-    return noise.replace(own=noise.draft[:, :, 0])
+SHARED = {
+    # The first draft's noise is that of the own token.
+    "rejection": lambda noise: noise.replace(own=noise.draft[:, :, 0]),
+    # All drafts of a round have one uniform.
+    "block": lambda noise: noise.replace(
+        uniforms=jnp.broadcast_to(noise.uniforms[..., :1], noise.uniforms.shape)
+    ),
+}
 
 
-def one_uniform(noise: Noise) -> Noise:
-    """Plants one uniform for all drafts of a round."""
-    first = noise.uniforms[..., :1]
-    return noise.replace(uniforms=jnp.broadcast_to(first, noise.uniforms.shape))
-
-
-@pytest.mark.parametrize(
-    ("rule", "plant"), [("rejection", own_from_the_drafts), ("block", one_uniform)]
-)
-def test_shared_noise_is_caught(rule, plant):
+@pytest.mark.parametrize("rule", SHARED)
+def test_shared_noise_is_caught(rule):
     """Negative control: shared noise moves a cell by twice the bound, at the same n."""
-    assert worst_cell(rule, plant(all_noise())) > 2 * SIGMAS
+    assert worst_cell(rule, SHARED[rule](all_noise())) > 2 * SIGMAS
