@@ -99,10 +99,10 @@ KERNELS = (
            "native/test_native_step.py::test_a_step_is_its_operations[float32-6]"),
     Mutant("chains begin one position late", "engine.rows:SlotRows.run_chains",
            "starts=starts,", "starts=starts + 1,",
-           "native/test_native_chains.py::test_drafts_are_those_of_single_steps[float32]"),
+           "native/test_native_step.py::test_drafts_are_those_of_single_steps[float32]"),
     Mutant("chains draft where there is no page", "engine.rows:_reserve_chains",
            "jnp.clip(counts, 0, room)", "counts",
-           "native/test_native_chains.py::test_without_pages_a_slot_goes_as_far_as_it_can"),
+           "native/test_native_step.py::test_without_pages_a_slot_goes_as_far_as_it_can"),
     Mutant("a native move forgets the values", "ops.page_move:page_move",
            "calls.move(\n            pools,",
            "pools[: len(pools) // 2] + calls.move("

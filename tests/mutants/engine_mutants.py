@@ -137,7 +137,7 @@ BLOCKS = (
            _ORACLE + "[dspark-xla]"),
     Mutant("a confidence of native kernels knows the token itself",
            "model.block_heads:run_slots", "[anchor[:, None], tokens[:, :-1]]",
-           "[tokens]", "native/test_native_slot_chains.py::"
+           "[tokens]", "native/test_native_children.py::"
            "test_slots_are_gone_over_as_one_by_one[all]"),
     Mutant("a token is drawn from other probabilities than are stated",
            "drafters.block:SlotBlock._go_over", "draw.put(probs, row, number)",
