@@ -131,17 +131,14 @@ class Scripted:
         return jnp.zeros((-(-capacity // page_size) * page_size + 1,), jnp.int32)
 
     def prefill(self, params, memory, prompt):
-        del prompt
         return jnp.pad(params, (0, memory.shape[0] - params.shape[0]))
 
     def propose(self, params, memory, *, tokens, length, gamma):
-        del params, tokens
         at = length + jnp.arange(self.gamma_max)
         drafts = memory.at[at].get(mode="fill", fill_value=acceptance.PAD)
         return memory, protocols.Proposal(tokens=drafts, num_drafted=gamma)
 
     def commit(self, params, memory, length):
-        del params, length
         return memory
 
 

@@ -49,7 +49,6 @@ class ScriptedTree(decoding.Scripted):
     depth_max: int = DEPTH
 
     def propose(self, params, memory, *, tokens, length, gamma):
-        del tokens
         at = length + jnp.array(DEPTHS, jnp.int32) - 1
         drafts = memory.at[at].get(mode="fill", fill_value=acceptance.PAD)
         wrong = jnp.where(params, 0, 1 + jnp.arange(WIDTH, dtype=jnp.int32))

@@ -29,7 +29,7 @@ ROUNDS = (
            "engine/test_baseline.py::test_a_full_static_cache_keeps_what_is_committed"),
 )  # fmt: skip
 
-_LAW = "rules/test_schedule_law.py::"
+_LAW = "rules/test_round_laws.py::"
 
 SCHEDULES = (
     Mutant("a schedule looks past the first fall", "gamma.schedule:schedule",
