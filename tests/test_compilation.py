@@ -4,6 +4,7 @@ bookkeeping is compiled to one kernel, and its values stay the same."""
 import itertools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,13 +151,8 @@ def test_one_kernel_of_the_same_values(function, length):
     entry = compiled.as_text().split("ENTRY")[1]
     assert entry.count(" call(") == 1
     assert entry.count(" fusion(") == 0
-    same_values(compiled(state, start), function(state, 2, start=start))
-
-
-def same_values(found, expected):
-    found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    expected = function(state, 2, start=start)
+    chex.assert_trees_all_equal(compiled(state, start), expected)
 
 
 def _scatters(state, size, *, start):
@@ -178,7 +174,7 @@ def test_what_it_cannot_do_stays_as_it_is(function):
     compiled = _compiled(function, state, start).compile()
     assert MARK not in compiled.as_text()
     expected = jax.jit(lambda s, x: function(s, 2, start=x))(state, start)
-    same_values(compiled(state, start), expected)
+    chex.assert_trees_all_equal(compiled(state, start), expected)
     assert MARK in _compiled(_all_sorts, state, start).compile().as_text()
 
 
