@@ -152,10 +152,8 @@ def test_options_reach_the_chat_template(lm):
 
 @pytest.mark.parametrize(("max_tokens", "gamma"), [(20, 0), (20, 3), (22, 3)])
 def test_streamed_pieces_are_whole_characters(cycle, max_tokens, gamma):
-    """Fails if a piece cuts a character, or the pieces make up another text.
-
-    A text of 22 tokens ends in half a character, streamed or from `generate`.
-    """
+    """Fails if a piece cuts a character, or the pieces make up another text. A text of
+    22 tokens ends in half a character, streamed or from `generate`."""
     settings = {"max_tokens": max_tokens, "gamma": gamma}
     out = sj.generate(cycle, TEXT, **settings)
     pieces, end = tiny_pair.streamed(cycle, TEXT, **settings)

@@ -136,11 +136,9 @@ def test_planted_faults_move_ends(lm, way, monkeypatch):
 
 
 def test_what_is_decoded_in_vain(lm, monkeypatch):
-    """Fails if a slot goes on after a stop text, or if metrics omit what was cut.
-
-    Four answers of three tokens in two slots take six rounds, as many as if each had
-    ended by itself.
-    """
+    """Fails if a slot goes on after a stop text, or if metrics omit what was cut. Four
+    answers of three tokens in two slots take six rounds, as many as if each had ended
+    by itself."""
     calls, real = [], round_lib.generate
 
     def generate(*arguments, **settings):

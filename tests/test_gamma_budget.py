@@ -81,9 +81,7 @@ def test_the_bounded_policy_begins_anew():
 
 def test_a_bad_beginning_is_not_the_end():
     """Fails if the first rounds may lose so much that a drafter is never asked again.
-
-    Negative control: a policy whose rounds may lose all of the account.
-    """
+    Negative control: a policy whose rounds may lose all of the account."""
     costs = costs_of(0.12, 0.02)
     made, first = default_gamma.make(costs)
     texts = draw((0.9,)).at[:, :2].set(False)
@@ -95,9 +93,7 @@ def test_a_bad_beginning_is_not_the_end():
 @pytest.mark.parametrize("catch_up_s", [0.005, 0.03])
 def test_catching_up_is_paid_for(catch_up_s):
     """Fails if a drafter's catching up, after rounds without it, is not in the account.
-
-    Negative control: a state in which that costs nothing.
-    """
+    Negative control: a state in which that costs nothing."""
     costs = costs_of(0.05, catch_up_s)
     made, first = default_gamma.make(costs)
     texts = draw((0.0,))

@@ -139,9 +139,7 @@ def a_token_too_many(self, wanted, other):
 @pytest.mark.slow
 def test_keys_and_values_are_those_of_decoding(lm, monkeypatch):
     """Compares K/V of all layers, read through the table, and hashes of all logits.
-
-    Negative control: it sees each fault, in programs of another page size.
-    """
+    Negative control: it sees each fault, in programs of another page size."""
     settings = SHORT | {"gamma": 3, "prefix": PREFIX}
     assert sj.check_lossless(lm, PROMPTS, n=2, **settings)
     for page_size, fault in (

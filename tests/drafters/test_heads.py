@@ -46,10 +46,8 @@ LENGTHS = (7, 8, 11, 12)
 )  # fmt: skip
 def test_drafts_are_the_oracles(tmp_path, name, impl, monkeypatch):
     """Fails if context, a pair or a mask is at another place, a feature one position
-    early or late, or a slot predicts another token.
-
-    A block and all masks must run once for each proposal, and not at all for gamma 0.
-    """
+    early or late, or a slot predicts another token. A block and all masks must run once
+    for each proposal, and not at all for gamma 0."""
     decoding.needs(impl)
     head, oracle = HEADS[name], heads.Oracle(tmp_path, name)
     place = (block.SlotBlock, "_run_block")
@@ -249,10 +247,8 @@ def test_a_ring_has_pages_for_its_window_alone():
 
 @pytest.mark.filterwarnings("error")
 def test_positions_past_those_of_a_head():
-    """Fails if a head's few positions limit its pages, or do not lead to a warning.
-
-    A head with a window sees no distance that it was not trained for: no warning.
-    """
+    """Fails if a head's few positions limit its pages, or do not lead to a warning. A
+    head with a window sees no distance that it was not trained for: no warning."""
     layer = dataclasses.replace(HEADS["eagle3"].layer, max_position_embeddings=16)
 
     def drafter(window):

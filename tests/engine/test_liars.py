@@ -116,11 +116,9 @@ QUICK = ("rejection", True, 4, "native"), ("coupled", False, 1, "native")
     ("rule", "has_probs", "num_slots", "impl"), slow_but(CASES, *QUICK)
 )
 def test_no_proposal_makes_the_output_wrong(rule, has_probs, num_slots, impl):
-    """Fails if any rule trusts a proposal's number of drafts, or its tokens.
-
-    At temperature 0 every rule writes the text of decoding. Above it, a rule that draws
-    uniforms must write as many tokens as decoding, all within the vocabulary.
-    """
+    """Fails if any rule trusts a proposal's number of drafts, or its tokens. At
+    temperature 0 every rule writes the text of decoding. Above it, a rule that draws
+    uniforms must write as many tokens as decoding, all within the vocabulary."""
     setting = decoding.setting_of(impl)
     scheduler = setting.scheduler(
         Liar(has_probs=has_probs), num_slots=num_slots, rule=rule

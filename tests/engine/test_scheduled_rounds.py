@@ -51,11 +51,9 @@ def run(scheduler, asks=ASKS):
 
 
 def test_a_scheduled_batch_is_as_decoded():
-    """Compares tokens and K/V of drawn and greedy slots with decoding each alone.
-
-    The same program verifies all drafts where rows are free, and none where they cost
-    more than they bring: a schedule is data.
-    """
+    """Compares tokens and K/V of drawn and greedy slots with decoding each alone. The
+    same program verifies all drafts where rows are free, and none where they cost more
+    than they bring: a schedule is data."""
     proposed, rounds = [], []
     for step_s in (np.ones_like(STEP_S), STEP_S, 1 + 100 * (STEP_S - 1)):
         state = run(make(stops_early=True, step_s=step_s))

@@ -279,10 +279,8 @@ def test_a_neighbours_fault_is_caught(monkeypatch):
     ],
 )
 def test_the_prefill_of_a_row_model(dtype, impl, weights, most):
-    """Fails if the taller slab of a native prefill gives other bits than decoding.
-
-    With XLA the default is the batched prefill, whose bits differ.
-    """
+    """Fails if the taller slab of a native prefill gives other bits than decoding. With
+    XLA the default is the batched prefill, whose bits differ."""
     model = make_model(dtype, impl, weights=weights)
     rows = row_model.RowModel(config=model.config, impl=model.impl, slab=SLAB)
     tokens = text()[:64].tolist()  # 64 fill a bucket: padding would be `NAN_TOKEN`.

@@ -74,9 +74,7 @@ def test_ends_are_those_of_the_oracle(raws, stops, turns):
 @given(raws=tokens_strategy(), stops=stops_strategy, special=st.integers(0, 12))
 def test_streamed_text_is_settled(raws, stops, special):
     """Fails if a stream takes back what it has shown, or holds back more than it must.
-
-    Token `special` counts in the search for stop texts, but is not shown.
-    """
+    Token `special` counts in the search for stop texts, but is not shown."""
     stops = [stop_texts.encode(stop) for stop in stops]
     words = Words(raws, [special])
     text = "".join(words.pieces(stops=stops, skip_special_tokens=True))

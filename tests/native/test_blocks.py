@@ -123,10 +123,8 @@ def test_a_matrix_gives_the_bits_of_its_panels(rng, isa, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("K", "N"), [(129, 40), (577, 20)])
 def test_sums_are_in_the_order_of_blocks(rng, isa, form, dtype, K, N):
-    """Fails if a sum has another order, or depends on the number of rows.
-
-    Negative controls: another order, a neighbour's scale and minimum.
-    """
+    """Fails if a sum has another order, or depends on the number of rows. Negative
+    controls: another order, a neighbour's scale and minimum."""
     x, w = oracle.normal(rng, (9, K), dtype), make(rng, form, N, K, dtype)
     # The extremes of integers, and rows of both signs.
     least, most = (-128, 127) if form == "q8_0" else (0x00, 0xFF)

@@ -27,10 +27,8 @@ ALL_SETS = pytest.mark.parametrize("isa", emulation.every(amx=True), indirect=Tr
 @pytest.mark.parametrize(("K", "N"), [(1, 1), (129, 25), (1100, 9), (40, 150)])
 def test_sums_have_the_stated_order(rng, isa, dtype, K, N):
     """Fails if a tile, a lone panel or a ragged end sums in an order of its own.
-
     Negative control: a reversed order, other roundings or pairs give other bits. (A
-    product of two bfloat16 is exact in float32: one rounding equals two there.)
-    """
+    product of two bfloat16 is exact in float32: one rounding equals two there.)"""
     x, w = (oracle.normal(rng, (n, K), dtype) for n in (17, N))
     order = oracle.order_of(isa)
     expected = order.project(x, w)
@@ -49,10 +47,8 @@ def test_sums_have_the_stated_order(rng, isa, dtype, K, N):
 
 @ALL_SETS
 def test_pairs_take_denormals_for_zero(isa):
-    """Fails if a denormal operand or partial sum is not taken for zero.
-
-    Without pairs the processor's mode decides this, and XLA sets it.
-    """
+    """Fails if a denormal operand or partial sum is not taken for zero. Without pairs
+    the processor's mode decides this, and XLA sets it."""
     order = oracle.order_of(isa)
     if not (order.has_pairs or order.has_tiles):
         pytest.skip(f"{isa} does not multiply by pairs")
@@ -132,9 +128,7 @@ def test_refusals():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ranges_of_long_texts(rng, isa, dtype):
     """Fails if sums of ranges are combined wrongly, or have keys that a row cannot see.
-
-    Rows lie on both sides of the bounds of ranges, 1,024 and 2,048 keys.
-    """
+    Rows lie on both sides of the bounds of ranges, 1,024 and 2,048 keys."""
     rows = slabs.window((1022, 1026), (2046, 2049))
     slab = oracle.make_slab(
         rng, rows, dtype=dtype, N=4, K=2, H=40, page_size=64, prefix=(1022, 2046)
@@ -163,10 +157,8 @@ def test_ranges_of_trees(rng, isa, position):
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_infinite_scores(rng, isa, sign):
-    """Fails if a score of -inf gets any weight, or one of inf does not give NaN.
-
-    The first `count` keys of the slot are infinite along the query's first element.
-    """
+    """Fails if a score of -inf gets any weight, or one of inf does not give NaN. The
+    first `count` keys of the slot are infinite along the query's first element."""
     for count in (1, 32, 33, 40):
         slab = oracle.make_slab(
             rng, [(0, 40)], dtype="float32", N=1, K=1, H=16, page_size=8, prefix=(40,)

@@ -49,10 +49,8 @@ FAULTS = {
 @pytest.mark.slow
 def test_kernels_stay_in_bounds(tmp_path):
     """Fails if a kernel reads or writes outside an array, overflows, waits for ever, or
-    gives a wrong result.
-
-    The faults of `FAULTS` are the negative control: each must stop the program.
-    """
+    gives a wrong result. The faults of `FAULTS` are the negative control: each must
+    stop the program."""
     flags = (*MEMORY, *build.ISA_FLAGS[build.available_isas()[0]])
     program = compile_program(tmp_path, "sanitize.cc", *flags)
     result = run(program)

@@ -21,10 +21,8 @@ CASES = {
 @pytest.mark.parametrize("dtype", CASES)
 def test_a_row_is_that_row_alone_and_float64s(rng, impl, dtype):
     """Fails if a neighbour, a padding row, an unowned page or a later position is seen.
-
-    Slot 0 begins empty, slot 1 crosses a page, slots 2 and 3 a split: rows see keys
-    on both sides of each edge.
-    """
+    Slot 0 begins empty, slot 1 crosses a page, slots 2 and 3 a split: rows see keys on
+    both sides of each edge."""
     (N, K, H), page_size, has_norms = CASES[dtype]
     crossing = page_size - 1
     rows = slabs.window((0, 3), (crossing, crossing + 3), (62, 66), (30, 36))
@@ -70,10 +68,8 @@ BRANCH = np.arange(-7, 1, dtype=np.int32)
 @pytest.mark.parametrize("window", [1, 5, 32, 40])
 def test_a_window(rng, impl, window):
     """Fails if a row sees a key before its window, or misses one in it, or if its bits
-    depend on how far back its neighbours see.
-
-    Rows lie in several blocks, splits and slots; keys that no row sees are NaN.
-    """
+    depend on how far back its neighbours see. Rows lie in several blocks, splits and
+    slots; keys that no row sees are NaN."""
     rows = slabs.window((0, 3), (70, 74), (126, 131))
     slab = oracle.make_slab(
         rng, rows, dtype="float32", N=4, K=2, H=16, page_size=8,
@@ -126,10 +122,8 @@ def paged_otherwise(page_size, *, width=None):
 
 
 def test_pages_and_table_width_do_not_matter(impl):
-    """Fails if bits depend on where a prefix lies, or on what it might grow to.
-
-    A page of 128 positions holds all of the text, and its table has another page.
-    """
+    """Fails if bits depend on where a prefix lies, or on what it might grow to. A page
+    of 128 positions holds all of the text, and its table has another page."""
     slabs_ = paged_otherwise(8), paged_otherwise(128, width=2)
     one, other = (slabs.run(impl, slab, 2)[0][:2] for slab in slabs_)
     testing.assert_same_bits(other, one)

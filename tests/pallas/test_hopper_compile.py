@@ -163,10 +163,8 @@ def test_products_read_their_weights_once(compiler, name, rows):
 )
 def test_products_of_eight_bits(compiler, name, rows):
     """Fails if a kernel spills, reads anything but weights, rows and scales, splits K,
-    or adds a product that was not rounded.
-
-    A block of 32 is one instruction of integers for eight columns.
-    """
+    or adds a product that was not rounded. A block of 32 is one instruction of integers
+    for eight columns."""
     weights = BYTES[name]
     report = compiler(product, weights, rows=rows)
     report.assert_fits()
@@ -232,9 +230,7 @@ FILTERS = ["sampling_top_k"] * 9 + ["sampling_top_p"] * 14
 @pytest.mark.slow
 def test_drawing_is_a_few_launches(compiler):
     """Fails if a row is drawn by other code than five, or a kernel spills or is added.
-
-    XLA's own work moves integers and makes zeros; filters are skipped together.
-    """
+    XLA's own work moves integers and makes zeros; filters are skipped together."""
     one, five = (compiler(models.drawing, rows) for rows in (1, 5))
     for report in (one, five):
         report.assert_fits()
@@ -274,11 +270,9 @@ def each_number_of_rows(
     ],
 )
 def test_one_row_and_sixteen_are_one_kernel(compiler, name, single):
-    """Fails if the kernel that is compiled depends on the number of rows.
-
-    XLA keeps one copy of equal kernels, before it compiles them. Negative control: a
-    plan of its own for one row gives another kernel.
-    """
+    """Fails if the kernel that is compiled depends on the number of rows. XLA keeps one
+    copy of equal kernels, before it compiles them. Negative control: a plan of its own
+    for one row gives another kernel."""
     report = compiler(each_number_of_rows, WEIGHTS[name], single)
     found = [x.name for x in report.kernels if x.name.startswith("skinny_gemm")]
     assert len(found) == (1 if single is None else 2)
@@ -321,9 +315,7 @@ def attention(
 @pytest.mark.parametrize("model", ["8B", slow("0.6B")])
 def test_attention_of_qwen3(compiler, model):
     """Fails if a kernel spills, is too large, or runs one block where two would fit.
-
-    Fails if loads do not overlap products, or tensor cores do not multiply.
-    """
+    Fails if loads do not overlap products, or tensor cores do not multiply."""
     report = compiler(attention, *QWEN3[model])
     report.assert_fits()
     kernel, launch = report.kernel("paged_attention"), report.launch("paged_attention")

@@ -45,11 +45,9 @@ def assert_only_kernels_compute(report) -> None:
     ),
 )
 def test_only_kernels_compute(compiler, name, model):
-    """Fails if XLA has a float sum, product, transpose or fusion of its own.
-
-    Fails if a kernel spills, a pool is copied, or launches are not as many as stated.
-    A prefill has two layers: the last one only computes keys and values.
-    """
+    """Fails if XLA has a float sum, product, transpose or fusion of its own. Fails if a
+    kernel spills, a pool is copied, or launches are not as many as stated. A prefill
+    has two layers: the last one only computes keys and values."""
     build, options, launches = PROGRAMS[name]
     layers = 2 if name == "prefill" else 1
     report = compiler(build, model, layers=layers, **options)
@@ -81,11 +79,8 @@ def test_only_kernels_compute(compiler, name, model):
 )
 def test_other_rules_sum_in_kernels(compiler, rule, tree):
     """Fails if a round of another rule, or of a drawn tree, spills or calls a library,
-    or XLA adds floats in an order that it chooses.
-
-    A coupled tree's noise is that of kernels, and XLA computes none of the logarithms
-    of uniforms.
-    """
+    or XLA adds floats in an order that it chooses. A coupled tree's noise is that of
+    kernels, and XLA computes none of the logarithms of uniforms."""
     report = compiler(
         models.spec_round, "qwen3-0.6b", layers=1, draft_layers=1, draws=True,
         rule=rule, tree=tree,

@@ -103,10 +103,8 @@ def test_a_step(compiler, name, weights):
 @SLOW
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"])
 def test_a_verification_of_a_tree(compiler, name):
-    """Fails if 64 rows at once spill, copy a pool, or take other kernels.
-
-    Fails if XLA computes floats for them.
-    """
+    """Fails if 64 rows at once spill, copy a pool, or take other kernels. Fails if XLA
+    computes floats for them."""
     report = compiler(models.verify_tree, name, layers=2)
     report.assert_fits()
     slabs = slab.MOST_ROWS // models.model(name).slab

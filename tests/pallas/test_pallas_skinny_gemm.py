@@ -111,10 +111,8 @@ def test_splits_are_added_in_their_order(rng):
 @pytest.mark.parametrize("plan", [slow(SMALL), SPLIT])
 def test_what_is_added_is_normed_as_by_two_kernels(rng, plan):
     """Fails if the norm that adds partial sums rounds or orders them another way.
-
     Negative control: the same sums in twice as many pieces. One half of the terms
-    cancels the other, so that only the rounding of the additions is left.
-    """
+    cancels the other, so that only the rounding of the additions is left."""
     product = Product(K=256, N=40, **ADDED)
     rows, weights = product.inputs(rng)
     norm = 1 + oracle.normal(rng, 40, "bfloat16", 0.2)
@@ -139,10 +137,8 @@ def test_what_is_added_is_normed_as_by_two_kernels(rng, plan):
 @pytest.mark.parametrize(("K", "N"), [(129, 40), slow(577, 20)])
 def test_eight_bits_on_tiles(rng, K, N):
     """Fails if rows are rounded otherwise, tiles lose a bit, or blocks are not added
-    first to last, each after it was rounded.
-
-    Negative controls: blocks in another order, a neighbour's scale, one rounding.
-    """
+    first to last, each after it was rounded. Negative controls: blocks in another
+    order, a neighbour's scale, one rounding."""
     logits = dataclasses.replace(LOGITS, K=K, N=N, form="q8_0")
     rows, weights = logits.inputs(rng, 9)
     x, w = rows["x"], weights["w"]

@@ -23,9 +23,7 @@ TESTS = pathlib.Path(__file__).parents[1]
 
 def test_a_mesh_from_the_front_door(tmp_path):
     """Compares a generation with decoding on one device; a slow test has larger meshes.
-
-    Fails if a bias, which is also in pieces, is prepared as if it were a matrix.
-    """
+    Fails if a bias, which is also in pieces, is prepared as if it were a matrix."""
     target = mesh_program.write_neox(tmp_path)
     how = {"mesh": shard.mesh(1), "segments": 2, "gamma_max": 2, "impl": "native"}
     lm = sj.load(target, drafter="ngram", **how)
