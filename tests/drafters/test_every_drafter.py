@@ -172,7 +172,7 @@ def test_tokens_are_those_of_decoding(impl, rule, name, num_slots):
 @pytest.mark.parametrize(("name", "most"), [("dspark", 0.8), ("hybrid", 1.0)])
 def test_scheduled_tokens_are_those_of_decoding(name, most):
     """Fails if a schedule changes a token, or K/V, or cannot read survival. Rows cost
-    time, so that only some drafts are verified. `engine/test_scheduled_rounds.py` has
+    time, so that only some drafts are verified. `engine/test_policies.py` has
     draft models."""
     drafter, params = make(name)
     drawn = (("temperature", 1.0), ("seed", 5))

@@ -10,7 +10,7 @@ _ATTENTION = "ops.paged_attention:paged_attention"
 _ROWS = "ops/test_row_attention.py::test_a_row_is_that_row_alone_and_float64s"
 _ALONE = "ops/test_row_contract.py::test_a_row_is_that_row_alone"
 _BLOCKS = "native/test_blocks.py::test_sums_are_in_the_order_of_blocks"
-_TILES = "pallas/test_pallas_skinny_gemm.py::test_eight_bits_on_tiles"
+_TILES = "pallas/test_pallas_plans.py::test_eight_bits_on_tiles"
 _WALK = "paging/test_random_walk.py::test_random_walks[paged]"
 _CONTRACT = "model/test_rows.py::test_verifying_equals_decoding_one_by_one"
 
@@ -157,7 +157,7 @@ RULES = (
            "rules/test_sampling_noise.py::test_a_draw_depends_on_its_row_and_position"),
     Mutant("logits that are not finite are not counted",
            "engine.verification:finite_rows", "jnp.isfinite(top[:, 0])",
-           "jnp.isfinite(top[:, 0]) | True", "engine/test_nonfinite.py::"
+           "jnp.isfinite(top[:, 0]) | True", "engine/test_liars.py::"
            "test_each_token_from_such_logits_is_counted[1-coupled]"),
     Mutant("a histogram that misses a round is let pass", "analysis.metrics:identities",
            "[sum(c.accepted_hist), c.rounds]", "[c.rounds, c.rounds]",

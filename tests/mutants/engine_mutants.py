@@ -39,14 +39,14 @@ SCHEDULES = (
            "drafters.draft_slots:SlotDraftModel._step",
            "carry.known - length, self.gamma_max)",
            "carry.known - length + 1, self.gamma_max)",
-           "engine/test_scheduled_rounds.py::"
+           "engine/test_policies.py::"
            "test_survival_is_the_product_of_what_was_most_probable"),
     Mutant("all drafts are verified, whatever the schedule says", "engine.round:_draft",
            "proposal.replace(num_drafted=num_drafted)", "proposal",
-           "engine/test_scheduled_rounds.py::test_a_scheduled_batch_is_as_decoded"),
+           "engine/test_policies.py::test_a_scheduled_batch_is_as_decoded"),
     Mutant("a schedule is not told what a round brought", "engine.round:run_round",
            "commit_lib.settle(speculator.gamma_policy, slots, info)", "slots",
-           "engine/test_scheduled_rounds.py::"
+           "engine/test_policies.py::"
            "test_slots_that_are_refilled_know_that_drafting_does_not_pay"),
     Mutant("drafting costs a schedule nothing", "gamma.schedule:Schedule.settle",
            "step_s[num_active + num_verified] + state.draft_s[0]",

@@ -118,7 +118,7 @@ def run(params, impl, which):
     return jax.tree.map(np.asarray, blocks(params, kv))
 
 
-@pytest.mark.slow  # More slabs are in `test_pallas_paged_attention`, too.
+@pytest.mark.slow  # More slabs are in `test_pallas_plans`, too.
 def test_a_block_is_that_block_alone_and_by_xla():
     """Fails if a row's bits depend on how many slabs or tiles there are, or if a row
     sees less than its block, or another block."""
