@@ -56,7 +56,7 @@ LONGEST = [
     for name in (
         "hopper_model triton_model row_attention rows round mesh tree_rows "
         "every_drafter heads head_training draft_model processing samples front_door "
-        "native_sanitizers native_threads readme"
+        "native_threads readme"
     ).split()
 ]
 """The slowest files: begun last, one process would run them while others wait."""
