@@ -1,9 +1,9 @@
-"""Results do not depend on the number of threads, which do not race; and kernels stay in
-bounds, under the compiler's sanitizers, each with faults that they must stop.
+"""Results do not depend on the number of threads: one process for each number. Kernels
+run under the compiler's sanitizers, each with faults that they must stop.
 
-A test runs this file as a program under pools of several sizes. It prints hashes of what
-the kernels compute, and of a planted fault: sums over as many pieces of K as there are
-threads.
+A test runs this file as a program under pools of several sizes. It prints hashes of
+what the kernels compute, and of a planted fault: sums over as many pieces of K as there
+are threads.
 """
 
 import functools
