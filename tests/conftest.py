@@ -64,10 +64,8 @@ LONGEST = [
 
 def pytest_collection_modifyitems(items) -> None:
     """Puts the longest files first; fails where a required oracle is not installed.
-
-    `SPEC_JAX_REQUIRE_ORACLE=1` is set in CI, so that the comparisons with Hugging
-    Face are never skipped there without anyone noticing.
-    """
+    `SPEC_JAX_REQUIRE_ORACLE=1` is set in CI, so that the comparisons with Hugging Face
+    are never skipped there without anyone noticing."""
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
     if os.environ.get("SPEC_JAX_REQUIRE_ORACLE") == "1":
@@ -82,10 +80,8 @@ MAX_MAPPINGS = 25_000
 
 @pytest.fixture(autouse=True, scope="module")
 def bounded_mappings():
-    """Drops compiled programs after a file of tests, if there are very many.
-
-    Each program holds mappings of memory; a process that runs out of mappings dies.
-    """
+    """Drops compiled programs after a file of tests, if there are very many. Each
+    program holds mappings of memory; a process that runs out of mappings dies."""
     yield
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and len(maps.read_text().splitlines()) > MAX_MAPPINGS:

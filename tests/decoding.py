@@ -64,9 +64,7 @@ def needs(impl: str) -> None:
 
 def quickest() -> row_model.RowModel:
     """Returns the target, native if possible, which compiles in a third of the time.
-
-    Use it for tests that do not depend on kernels: of policies, counters, rules.
-    """
+    Use it for tests that do not depend on kernels: of policies, counters, rules."""
     try:
         dispatch.resolve("native")
     except NotImplementedError:
@@ -290,10 +288,8 @@ def decoded(setting: Setting, ask: Ask) -> baseline.DecodeState:
 
 
 def scripted(setting: Setting, ask: Ask) -> requests_lib.Request:
-    """Returns the sequence's request, with drafts that are right by its `run`.
-
-    Drafts past a stop token are the tokens that decoding without one writes.
-    """
+    """Returns the sequence's request, with drafts that are right by its `run`. Drafts
+    past a stop token are the tokens that decoding without one writes."""
     truth = decoded(setting, dataclasses.replace(ask, stop_ids=())).tokens
     return ask.request(draft_params=script(truth, run=ask.run))
 

@@ -26,10 +26,8 @@ CHAT = [{"role": "user", "content": "hi"}]
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory):
     """Returns a tiny model of random weights, with a chat template; a token is a byte.
-
     It drafts by lookup, whose loops compile in half the time of a draft model's. It has
-    the shape of `cycle`, so that the two share their programs.
-    """
+    the shape of `cycle`, so that the two share their programs."""
     folder = tiny_pair.write_chat(tmp_path_factory.mktemp("random"))
     return sj.load(folder, drafter="ngram", gamma_max=4)
 

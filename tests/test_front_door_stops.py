@@ -24,10 +24,8 @@ MAX_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory):
-    """Returns a model that writes `TOKENS` again and again, with a lookup drafter.
-
-    It is made for a cycle of bytes, whose tokens get other names; the last is special.
-    """
+    """Returns a model that writes `TOKENS` again and again, with a lookup drafter. It
+    is made for a cycle of bytes, whose tokens get other names; the last is special."""
     folder = tiny_pair.write_cycle(tmp_path_factory.mktemp("cycle"), NAMES)
     lm = sj.load(folder, drafter="ngram", gamma_max=4)
     old = lm.tokenizer.backend

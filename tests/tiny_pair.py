@@ -62,11 +62,9 @@ def write_model(
 def write_scaled(
     folder: pathlib.Path, *, final_norm: float = 1.0, others: float = 1.0
 ) -> tuple[pathlib.Path, pathlib.Path]:
-    """Writes the models of `write` with all their weights scaled.
-
-    With `final_norm` of 3e38 the weights are finite and the logits overflow; with
-    `others` of 0 all logits are equal.
-    """
+    """Writes the models of `write` with all their weights scaled. With `final_norm` of
+    3e38 the weights are finite and the logits overflow; with `others` of 0 all logits
+    are equal."""
     folders = write(folder)
     for model in folders:
         model_config, params = load.load(model)
@@ -150,11 +148,9 @@ def write_chat(folder: pathlib.Path) -> pathlib.Path:
 
 
 def write_cycle(folder: pathlib.Path, text: str) -> pathlib.Path:
-    """Writes a model that decodes to `text` again and again, whatever came before.
-
-    It knows which byte follows each byte of the text, all of which must differ. Its
-    layers add nothing: the head looks up the last token.
-    """
+    """Writes a model that decodes to `text` again and again, whatever came before. It
+    knows which byte follows each byte of the text, all of which must differ. Its layers
+    add nothing: the head looks up the last token."""
     ids = byte_tokenizer().encode(text, add_special_tokens=False).ids
     if len(set(ids)) < len(ids):
         raise ValueError(f"{text!r} has a byte twice")

@@ -97,9 +97,7 @@ class Oracle:
 
     def draft(self, features, text, *, drawn=None):
         """Drafts after a text; returns tokens, logits `[W, Vd]` and survival, if any.
-
-        With `drawn`, these tokens stand before later drafts instead of its own.
-        """
+        With `drawn`, these tokens stand before later drafts instead of its own."""
         flat = np.asarray(features).reshape(len(features), -1)[: len(text) - 1]
         if is_block(self.config):
             return block_oracle.draft(self.head, flat, text[-1], drawn=drawn)

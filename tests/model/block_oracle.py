@@ -118,10 +118,8 @@ def selector(head: Head, before: int, h):
 
 
 def draft(head: Head, features, anchor: int, drawn=None):
-    """Drafts greedily; returns tokens, corrected logits `[W, Vd]` and survival.
-
-    With `drawn`, each slot reads one of these tokens as the token before it.
-    """
+    """Drafts greedily; returns tokens, corrected logits `[W, Vd]` and survival. With
+    `drawn`, each slot reads one of these tokens as the token before it."""
     h, U = backbone(head, features, anchor)
     rank, kind = head.said("markov_rank", 0), head.said("markov_head_type")
     state, before, survival = np.zeros(rank), anchor, 1.0

@@ -95,10 +95,8 @@ def attention(head: Head, prefix: str, x, position: int, cache):
 
 
 def step(head: Head, g, token: int, position: int, caches):
-    """Runs one pair after the pairs in `caches`, which holds one cache a layer.
-
-    Returns the feature of the next step and the logits.
-    """
+    """Runs one pair after the pairs in `caches`, which holds one cache a layer. Returns
+    the feature of the next step and the logits."""
     e = np.asarray(head.tensors.get("embed_tokens.weight", head.embed)[token], float)
     first = head.of_layer()
     b = head.norm(g, f"{first}.hidden_norm")
@@ -138,10 +136,8 @@ def run(head: Head, features, tokens, *, num_own: int = 0):
 
 def draft(head: Head, features, tokens, *, count: int, drawn=None):
     """Drafts after pairs of these features and tokens; returns `count` tokens of the
-    target, and their logits `[count, Vd]`. A parallel head drafts all at once.
-
-    With `drawn`, a chain reads these tokens before later drafts instead of its own.
-    """
+    target, and their logits `[count, Vd]`. A parallel head drafts all at once. With
+    `drawn`, a chain reads these tokens before later drafts instead of its own."""
     if "mask_hidden" in head.tensors:
         mask = np.asarray(head.tensors["mask_hidden"], float).reshape(-1)
         masks = [mask] * (count - 1)

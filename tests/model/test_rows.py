@@ -64,10 +64,8 @@ def make_params(config: config_lib.ModelConfig) -> params_lib.Params:
 
 
 def make_cache(config, *, page_size=16, table_width=20) -> cache.PagedKV:
-    """Makes two open slots in a pool full of NaN, the free pages in random order.
-
-    It has one shape unless a test is about the shape: `forward` is compiled once.
-    """
+    """Makes two open slots in a pool full of NaN, the free pages in random order. It
+    has one shape unless a test is about the shape: `forward` is compiled once."""
     num_pages = 2 * table_width + 7
     kv = cache.init(
         num_layers=config.num_layers, num_slots=2, num_pages=num_pages,
@@ -191,9 +189,7 @@ def model(request) -> Model:
 
 def assert_verifying_is_decoding(model, counts=(WINDOW,), **sizes):
     """Compares windows of these lengths with the oracle, and returns what it gives.
-
-    Native slabs are as low as their rows are few; other slabs are padded with NaN.
-    """
+    Native slabs are as low as their rows are few; other slabs are padded with NaN."""
     kv = model.fill(make_cache(model.config, **sizes))
     decoded_kv, decoded = model.decode_one_by_one(kv, window())
     assert np.isfinite(decoded.logits).all()

@@ -41,9 +41,7 @@ class Words:
 
 def oracle(raws, stops) -> tuple[bytes, int | None]:
     """Returns the bytes before the first complete stop text, and how many tokens stay.
-
-    If several are complete at the same byte, the longest one counts.
-    """
+    If several are complete at the same byte, the longest one counts."""
     text = b"".join(raws)
     for end in range(1, len(text) + 1):
         sizes = [len(stop) for stop in stops if text[:end].endswith(stop)]

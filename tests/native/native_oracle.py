@@ -26,11 +26,9 @@ def normal(rng, shape, dtype, scale=1.0) -> np.ndarray:
 
 
 def assert_rounded_alike(actual, expected) -> None:
-    """Asserts that few elements differ at all: only some at the edge of a rounding.
-
-    A rounding too many or too few moves a third of them. It suits bfloat16 and norms
-    near one: float32 sums differ from float64 ones in most elements.
-    """
+    """Asserts that few elements differ at all: only some at the edge of a rounding. A
+    rounding too many or too few moves a third of them. It suits bfloat16 and norms near
+    one: float32 sums differ from float64 ones in most elements."""
     actual, expected = wide(actual, expected)
     differing = np.mean(actual != expected)
     assert differing < 0.06, f"{differing:.0%} of {actual.size} elements differ"
@@ -255,10 +253,8 @@ def make_slab(
 
 
 def attend(slab: Slab, *, eps, scale, window=2**30):
-    """Returns attended heads `[R, N * H]` and both pools; rows are active and mapped.
-
-    A row sees the last `window` keys, its own included.
-    """
+    """Returns attended heads `[R, N * H]` and both pools; rows are active and mapped. A
+    row sees the last `window` keys, its own included."""
     dtype = slab.heads.dtype
     R, (_, _, K, H) = slab.num_rows, slab.k_pages.shape
     heads = wide(slab.heads)[0].reshape(R, -1, H)

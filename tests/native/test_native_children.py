@@ -74,11 +74,9 @@ def found(impl, draw, logits, *, tree=TREE, hot=None, level=2, counts=COUNTS):
 
 
 def assert_same(one, other, *, has_names=False):
-    """Asserts that tokens are equal, and scores but for the rounding of sums.
-
-    With names, tokens without a weight are left out: they come in the order of their
-    numbers, which differ between the two implementations.
-    """
+    """Asserts that tokens are equal, and scores but for the rounding of sums. With
+    names, tokens without a weight are left out: they come in the order of their
+    numbers, which differ between the two implementations."""
     is_draft = (other[0] > -np.inf) | (not has_names)
     np.testing.assert_array_equal(one[1][is_draft], other[1][is_draft])
     np.testing.assert_allclose(one[0], other[0], rtol=1e-5, atol=1e-5)

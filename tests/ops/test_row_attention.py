@@ -205,10 +205,8 @@ def path(node: int) -> list[int]:
 
 
 def tree_slab(rng):
-    """Returns rows of the tree and of a chain in slot 0, and where their keys lie.
-
-    Rows of one position have one rotation. Slot 1 has a page for every node.
-    """
+    """Returns rows of the tree and of a chain in slot 0, and where their keys lie. Rows
+    of one position have one rotation. Slot 1 has a page for every node."""
     rows = [(1, 62 + node) for node in range(NODES)] + [(0, 10), (0, 11)]
     slab = slabs.small_slab(rng, "float32", rows=rows)
     positions = [61 + len(path(node)) for node in range(NODES)] + [10, 11]

@@ -24,10 +24,8 @@ IMPLS = ["xla", "interpret"]
 
 
 def appended(length, number):
-    """Returns the end and the count of the rows that a number appends to a slot.
-
-    -1 and `LARGEST` ask for rows that do not follow the slot's last position.
-    """
+    """Returns the end and the count of the rows that a number appends to a slot. -1 and
+    `LARGEST` ask for rows that do not follow the slot's last position."""
     start = jnp.where(number == -1, length + 1, length)
     start = jnp.where(number == LARGEST, LARGEST - 2, start)
     count = jnp.where(number == LARGEST, 3, jnp.where(number == -1, 1, number % 14))

@@ -27,9 +27,7 @@ def split(report) -> tuple[list, list[list]]:
 
 def assert_in_place(report, *targets, copies=1, num_slots=1) -> None:
     """Asserts that pools are aliased and not copied, and that scratch memory is small.
-
-    It may hold `copies` of the logits and 1 MiB more.
-    """
+    It may hold `copies` of the logits and 1 MiB more."""
     pools = sum(2 * m.config.num_layers * models.pool_bytes(m) for m in targets)
     assert report.alias_bytes >= num_slots * pools
     logits = max(4 * m.slab * m.config.vocab_size for m in targets)
@@ -80,9 +78,7 @@ def computations(hlo: str) -> dict[str, list[str]]:
 
 def float_fusions(hlo: str) -> set[tuple[str, ...]]:
     """Returns the operations that compute floats, of each computation that has any.
-
-    They are in their order, with shapes and without names.
-    """
+    They are in their order, with shapes and without names."""
     found = (
         tuple(text for name, text in _made(lines) if name not in MOVED)
         for lines in computations(hlo).values()
@@ -92,9 +88,7 @@ def float_fusions(hlo: str) -> set[tuple[str, ...]]:
 
 def float_work(hlo: str) -> set[str]:
     """Returns what a program does with floats, but for our kernels and whole moves.
-
-    These are names of operations, among them transposes, and of library calls.
-    """
+    These are names of operations, among them transposes, and of library calls."""
     found = {
         name
         for lines in computations(hlo).values()

@@ -236,10 +236,8 @@ def test_a_copied_pool_is_caught(compiler):
 
 
 def of_a_layer(build, change=lambda program: program) -> float:
-    """Counts the lines that another layer adds to a traced program for the H100.
-
-    A function that is called often is printed once.
-    """
+    """Counts the lines that another layer adds to a traced program for the H100. A
+    function that is called often is printed once."""
     counts = []
     for layers in (1, 3):
         program = change(build("qwen3-8b", layers=layers))

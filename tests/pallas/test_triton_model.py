@@ -88,9 +88,7 @@ HEAD = dataclasses.replace(
 
 def run(params, impl, which):
     """Returns a batch's keys, and hidden states and logits of blocks, of these slots.
-
-    The context of each slot is random keys and values.
-    """
+    The context of each slot is random keys and values."""
     which = np.asarray(which)
     slab = row_model.slab_for(impl, SIZE)
     model = row_model.RowModel(config=HEAD.layer, impl=impl, slab=slab)

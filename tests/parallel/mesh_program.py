@@ -47,10 +47,8 @@ ROWS = 4
 
 
 def write_neox(folder: pathlib.Path, seed: int = 0, **changes) -> pathlib.Path:
-    """Writes a GPT-NeoX model of similar sizes, with random biases and norms, too.
-
-    Half of the dimensions of a head are rotated.
-    """
+    """Writes a GPT-NeoX model of similar sizes, with random biases and norms, too. Half
+    of the dimensions of a head are rotated."""
     names = ("vocab_size", "intermediate_size", "num_layers", "max_position_embeddings")
     config = gpt_neox.GPTNeoXConfig(
         **{name: getattr(CONFIG, name) for name in names},
@@ -90,9 +88,7 @@ def model(folder: pathlib.Path, impl: str, layout: shard.Layout | None, form=Non
 
 def slabs(impl: str) -> list[decoder.Rows]:
     """Returns rows of two slots, and then a tree in the first: a node and two children.
-
-    For XLA, which compiles slowly, it is the tree alone, on a cache of zeros.
-    """
+    For XLA, which compiles slowly, it is the tree alone, on a cache of zeros."""
     slots = jnp.array([0, 0, 0, 1], jnp.int32)
     chain = decoder.Rows(
         tokens=jnp.array([7, 3, 90, 41], jnp.int32),
@@ -197,10 +193,8 @@ def generations(folders, drafter: str, **how) -> tuple[list, int]:
 
 
 def check_generations(folder: pathlib.Path, drafter: str, impl: str, *counts) -> dict:
-    """Compares meshes of `counts` devices with the first, and with other sums.
-
-    With "gpt_neox" both models are GPT-NeoX, with residuals one after the other.
-    """
+    """Compares meshes of `counts` devices with the first, and with other sums. With
+    "gpt_neox" both models are GPT-NeoX, with residuals one after the other."""
     heads = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "hidden_size": 24}
     form: dict = {}
     if drafter == "q8_0":  # Segments need whole blocks.

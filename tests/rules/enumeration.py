@@ -147,9 +147,7 @@ class Outcomes:
     @classmethod
     def possible(cls, chances, keep, patterns, outcomes, own) -> "Outcomes":
         """Returns what is possible of `chances [drafts]` and `patterns` of uniforms.
-
-        The others are arrays of drafts by patterns, and so are all of `outcomes`.
-        """
+        The others are arrays of drafts by patterns, and so are all of `outcomes`."""
         keep = keep.astype(np.float64)
         mass = chances[:, None] * np.where(patterns, keep, 1 - keep).prod(axis=-1)
         at = np.nonzero(mass)
@@ -164,10 +162,8 @@ class Outcomes:
         return float(self.mass @ self.counts)
 
     def law(self, truth: list[np.ndarray]) -> np.ndarray:
-        """Returns the law of the first tokens, `[V] * len(truth)` float64.
-
-        After the tokens that the round commits, the target continues by itself.
-        """
+        """Returns the law of the first tokens, `[V] * len(truth)` float64. After the
+        tokens that the round commits, the target continues by itself."""
         later, V = continuations(truth), self.own.shape[1]
         law = np.zeros((V,) * len(truth))
         own = self.mass[:, None] * _normalised(self.own)
@@ -213,11 +209,9 @@ def bias(rule: Rule, case: Case, num_drafted: int | Callable | None = None) -> f
 
 
 def mean_by_theory(rule: Rule, case: Case) -> float:
-    """Returns the mean number of accepted drafts: a sum over the drafted prefixes.
-
-    One by one, a prefix stays with the product of `min(1, target / draft)`. As a block
-    it does with `p_i = min(1, p_{i-1} * target / draft)`, by Sun et al. (2024).
-    """
+    """Returns the mean number of accepted drafts: a sum over the drafted prefixes. One
+    by one, a prefix stays with the product of `min(1, target / draft)`. As a block it
+    does with `p_i = min(1, p_{i-1} * target / draft)`, by Sun et al. (2024)."""
     total = 0.0
     for length in range(1, case.gamma + 1):
         chains = _all(range(case.vocab_size), length)

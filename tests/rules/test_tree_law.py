@@ -160,11 +160,9 @@ def _evaluate(rule, size, is_certain):
 
 
 def outcomes(rule: str, case: Case, wanted=9, fault=0) -> enumeration.Outcomes:
-    """Returns what a rule may commit of all trees of a case.
-
-    Trees are padded to one size with nodes that were not drafted; but not under
-    "multipath", which depends on the shape.
-    """
+    """Returns what a rule may commit of all trees of a case. Trees are padded to one
+    size with nodes that were not drafted; but not under "multipath", which depends on
+    the shape."""
     chances, tokens, draft, target, number = map(
         np.array, zip(*trees(case), strict=True)
     )
