@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 import random_weights
+import tiny_pair
 
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -93,6 +94,12 @@ def bounded_mappings():
 def rng() -> np.random.Generator:
     """Returns a generator with a fixed seed."""
     return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="session")
+def cycle(tmp_path_factory):
+    """Returns a model that writes `tiny_pair.CYCLE` again and again."""
+    return tiny_pair.load_cycle(tmp_path_factory.mktemp("cycle"))
 
 
 @pytest.fixture

@@ -11,17 +11,10 @@ from spec_jax import default_gamma, generation
 from spec_jax.drafters import choice, ngram, suffix
 
 
-TEXT = "añ日🙂"
+TEXT = tiny_pair.CYCLE
 CHEAP = sj.gamma.RoundCosts(round_s=(1.0, 1.01, 1.02, 1.03, 1.04))
 FEW = sj.gamma.RoundCosts(round_s=(1.0, 1.01))
 DEAR = sj.gamma.RoundCosts(round_s=(1.0, 4.0, 7.0, 10.0, 13.0))
-
-
-@pytest.fixture(scope="module")
-def cycle(tmp_path_factory):
-    """Returns a model that writes `TEXT` again and again, with a lookup drafter."""
-    folder = tiny_pair.write_cycle(tmp_path_factory.mktemp("cycle"), TEXT)
-    return sj.load(folder, drafter="ngram", gamma_max=4)
 
 
 @pytest.fixture

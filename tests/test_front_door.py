@@ -16,9 +16,7 @@ from spec_jax.engine import round as round_lib
 from spec_jax.gamma import goodput, threshold
 
 
-TEXT = "añ日🙂"
-"""Characters of one byte to four; no byte occurs twice."""
-
+TEXT = tiny_pair.CYCLE
 PROMPTS = ["def f(x):", "import os"]
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -29,13 +27,6 @@ def lm(tmp_path_factory):
     It drafts by lookup, whose loops compile in half the time of a draft model's. It has
     the shape of `cycle`, so that the two share their programs."""
     folder = tiny_pair.write_chat(tmp_path_factory.mktemp("random"))
-    return sj.load(folder, drafter="ngram", gamma_max=4)
-
-
-@pytest.fixture(scope="module")
-def cycle(tmp_path_factory):
-    """Returns a model that writes `TEXT` again and again, with a lookup drafter."""
-    folder = tiny_pair.write_cycle(tmp_path_factory.mktemp("cycle"), TEXT)
     return sj.load(folder, drafter="ngram", gamma_max=4)
 
 

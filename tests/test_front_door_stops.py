@@ -26,8 +26,7 @@ MAX_TOKENS = 24
 def lm(tmp_path_factory):
     """Returns a model that writes `TOKENS` again and again, with a lookup drafter. It
     is made for a cycle of bytes, whose tokens get other names; the last is special."""
-    folder = tiny_pair.write_cycle(tmp_path_factory.mktemp("cycle"), NAMES)
-    lm = sj.load(folder, drafter="ngram", gamma_max=4)
+    lm = tiny_pair.load_cycle(tmp_path_factory.mktemp("cycle"), NAMES)
     old = lm.tokenizer.backend
     letters = {byte: letter for letter, byte in tokenizer_lib._byte_alphabet().items()}
     vocab = dict(old.get_vocab())

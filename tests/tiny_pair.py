@@ -147,8 +147,12 @@ def write_chat(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def write_cycle(folder: pathlib.Path, text: str) -> pathlib.Path:
-    """Writes a model that decodes to `text` again and again, whatever came before. It
+CYCLE = "añ日🙂"
+"""Characters of one byte to four; no byte occurs twice."""
+
+
+def load_cycle(folder: pathlib.Path, text: str = CYCLE) -> sj.LanguageModel:
+    """Returns a model that decodes to `text` again and again, with a lookup drafter. It
     knows which byte follows each byte of the text, all of which must differ. Its layers
     add nothing: the head looks up the last token."""
     ids = byte_tokenizer().encode(text, add_special_tokens=False).ids
@@ -165,7 +169,7 @@ def write_cycle(folder: pathlib.Path, text: str) -> pathlib.Path:
     params = params.replace(embed=unit, layers=layers, lm_head=head)
     save_lib.save(folder, model_config, params)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
+    return sj.load(folder, drafter="ngram", gamma_max=4)
 
 
 def streamed(lm, prompt, **settings) -> tuple[list[sj.Piece], sj.Generation]:
