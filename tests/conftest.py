@@ -11,6 +11,8 @@ import pytest
 import random_weights
 import tiny_pair
 
+import spec_jax as sj
+
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -94,6 +96,18 @@ def bounded_mappings():
 def rng() -> np.random.Generator:
     """Returns a generator with a fixed seed."""
     return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Returns the folders of a target and a draft, which tests must not change."""
+    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def lm(folders):
+    """Loads the pair of `folders`: random weights; a token is a byte."""
+    return sj.load(folders[0], draft=folders[1], gamma_max=4)
 
 
 @pytest.fixture(scope="session")

@@ -27,12 +27,6 @@ DRAWN = sj.Sampling(temperature=0.9, top_k=40, seed=5)
 SHORT = {"max_tokens": 9, "ignore_eos": True, "page_size": 4, "sampling": DRAWN}
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Returns folders of a tiny random target and of a draft; a token is a byte."""
-    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
-
-
 @pytest.fixture(scope="module", params=["native", slow("xla")])
 def lm(request, folders):
     return sj.load(folders[0], draft=folders[1], gamma_max=4, impl=request.param)

@@ -74,11 +74,14 @@ def write_scaled(
     return folders
 
 
-def write(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """Writes a target of two layers and a draft of one."""
+def write(
+    folder: pathlib.Path, kind: str = "draft-model"
+) -> tuple[pathlib.Path, pathlib.Path]:
+    """Writes a target of two layers, and its head of a kind or a draft of one layer."""
     target = write_model(folder / "target", config(num_layers=2), seed=0)
-    draft = write_model(folder / "draft", config(), seed=1)
-    return target, draft
+    if kind in WRITE_HEAD:
+        return target, WRITE_HEAD[kind](folder / "head", target)
+    return target, write_model(folder / "draft", config(), seed=1)
 
 
 def write_head(

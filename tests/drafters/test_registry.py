@@ -17,11 +17,6 @@ from spec_jax.model import hub
 GAMMA_MAX = 3
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
-
-
 def load_with(folders, drafter, **changes) -> sj.LanguageModel:
     target, draft = folders
     return sj.load(target, draft=draft, drafter=drafter, gamma_max=GAMMA_MAX, **changes)

@@ -136,9 +136,7 @@ def test_it_is_lossless(drafter, tree, form, of_target):
 def test_drafters_of_eight_bits(kind, tmp_path):
     """Fails if a drafter's matrices stay dense, if its embedding of tokens does not, or
     if the tokens are not the baseline's."""
-    target, draft = tiny_pair.write(tmp_path)
-    if kind != "draft-model":
-        draft = tiny_pair.WRITE_HEAD[kind](tmp_path / "head", target)
+    target, draft = tiny_pair.write(tmp_path, kind)
     # Whether a matrix is in blocks of bytes; None if it is no matrix.
     of_form = lambda w: weights.is_bytes(w) if len(w.shape) == 2 else None
     for impl in ("native", "xla"):
@@ -159,8 +157,7 @@ def test_drafters_of_eight_bits(kind, tmp_path):
 @pytest.mark.parametrize("form", ["q8_0", "q4_1"])
 def test_a_folder_with_copies_of_a_dense_target(form, tmp_path):
     """Fails if a copy of the target's dense matrix is refused, or another is not."""
-    target, _ = tiny_pair.write(tmp_path)
-    head = tiny_pair.WRITE_HEAD["dspark"](tmp_path / "head", target)
+    target, head = tiny_pair.write(tmp_path, "dspark")
     lm = sj.load(target, draft=head, drafter="dspark", weights=form)
     assert lm.drafter_params.embed is lm.params.embed
     config, params = load.load(target)
