@@ -223,15 +223,15 @@ FEATURES = (
     Mutant("a feature is handed out one position early", "engine.round:_features",
            "verified.at[:, : depth_max + 1]",
            "jnp.roll(verified.at, 1, axis=1)[:, : depth_max + 1]",
-           "engine/test_features.py::test_features_are_those_of_decoding[chain]"),
+           "engine/test_trees.py::test_features_are_those_of_decoding[chain]"),
     Mutant("a feature is read one position late", "drafters.features:read",
            "start[:, None] +", "start[:, None] + 1 +", _PAIRS),
     Mutant("features of rejected rows are handed out", "engine.round:_features",
            "if outcome.path is not None:", "if False:",
-           "engine/test_features.py::test_features_are_those_of_decoding[tree]"),
+           "engine/test_trees.py::test_features_are_those_of_decoding[tree]"),
     Mutant("features are those of the next layer", "model.decoder:run_rows",
            "boundaries[tap]", "boundaries[tap + 1]",
-           "engine/test_features.py::test_rows_have_the_features_of_the_sequence[xla]"),
+           "engine/test_trees.py::test_rows_have_the_features_of_the_sequence[xla]"),
 )  # fmt: skip
 
 HEADS = (
