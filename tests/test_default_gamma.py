@@ -67,10 +67,7 @@ def test_costs_decide_rounds_and_no_token(cycle):
     one. Negative control: it does decide the number of rounds."""
     settings = {"max_tokens": 40, "sampling": sj.Sampling(temperature=0.5, seed=3)}
     expected = sj.decode(cycle, TEXT, **settings).tokens
-    outs = [
-        sj.generate(cycle, TEXT, gamma=costs, **settings)
-        for costs in (CHEAP, FEW, DEAR)
-    ]
+    outs = [sj.generate(cycle, TEXT, gamma=x, **settings) for x in (CHEAP, FEW, DEAR)]
     assert all(out.tokens == expected for out in outs)
     cheap, few, dear = (out.metrics["rounds"] for out in outs)
     assert cheap < 20 <= few < dear == 40

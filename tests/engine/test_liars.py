@@ -229,14 +229,8 @@ def test_slots_count_their_own():
     params = weights.replace(
         embed=weights.embed.at[poisoned].set(jnp.nan), lm_head=weights.embed
     )
-    requests = [
-        Ask(prompt=prompt, max_tokens=6, sampling=sampling).request()
-        for prompt, sampling in (
-            ((3, 4, 5), ()),
-            ((3, poisoned, 5), decoding.WARM),
-            ((7,), ()),
-        )
-    ]
+    asked = ((3, 4, 5), ()), ((3, poisoned, 5), decoding.WARM), ((7,), ())
+    requests = [Ask(prompt=x, max_tokens=6, sampling=y).request() for x, y in asked]
     scheduler = SMALL.scheduler(
         ngram.PromptLookup(gamma_max=4), num_slots=2, params=(params, None)
     )

@@ -42,13 +42,10 @@ def test_a_head_in_pieces_is_joined(tied, tmp_path):
     _, alone = load.load(tmp_path, impl="xla")
     layout = shard.Layout(mesh=shard.mesh(1))
     _, pieces = load.load(tmp_path, impl="xla", layout=layout)
-    assert tree_shapes(pieces.lm_head) != tree_shapes(alone.head)
+    shapes = lambda tree: [leaf.shape for leaf in jax.tree.leaves(tree)]
+    assert shapes(pieces.lm_head) != shapes(alone.head)
     joined = load_shards.with_whole_head(pieces, config, layout)
     testing.assert_same_bits(joined.head, alone.head)
-
-
-def tree_shapes(tree):
-    return [leaf.shape for leaf in jax.tree.leaves(tree)]
 
 
 def layout(devices: int, axis=collectives.AXIS, **segments) -> shard.Layout:
