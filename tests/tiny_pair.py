@@ -50,10 +50,11 @@ def config(**changes) -> config_lib.Qwen3Config:
 
 
 def write_model(
-    folder: pathlib.Path, model_config: config_lib.Qwen3Config, *, seed: int
+    folder: pathlib.Path, model_config: config_lib.ModelConfig, *, seed=0, params=None
 ) -> pathlib.Path:
-    """Writes a model folder with random weights and the byte tokenizer."""
-    params = params_lib.init(jax.random.key(seed), model_config, stddev=0.3)
+    """Writes a model folder with the byte tokenizer; without params, random weights."""
+    if params is None:
+        params = params_lib.init(jax.random.key(seed), model_config, stddev=0.3)
     save_lib.save(folder, model_config, params)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
@@ -170,8 +171,7 @@ def load_cycle(folder: pathlib.Path, text: str = CYCLE) -> sj.LanguageModel:
     unit = params.embed / jnp.linalg.norm(params.embed, axis=-1, keepdims=True)
     head = (unit * 0).at[jnp.array(ids[1:] + ids[:1])].set(unit[jnp.array(ids)])
     params = params.replace(embed=unit, layers=layers, lm_head=head)
-    save_lib.save(folder, model_config, params)
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    write_model(folder, model_config, params=params)
     return sj.load(folder, drafter="ngram", gamma_max=4)
 
 

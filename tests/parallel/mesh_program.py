@@ -29,7 +29,6 @@ from spec_jax.model import (
     params as params_lib,
     qwen2,
     row_model,
-    save as save_lib,
 )
 from spec_jax.paging import allocator
 from spec_jax.parallel import collectives, shard
@@ -62,9 +61,7 @@ def write_biased(folder: pathlib.Path, config, seed: int = 0) -> pathlib.Path:
     params = params_lib.init(jax.random.key(seed), config, stddev=0.3)
     noise = lambda x: random_weights.normal(jax.random.key(x.size), x.shape, x.dtype)
     params = jax.tree.map(lambda x: x + noise(x) if x.ndim == 1 else x, params)
-    save_lib.save(folder, config, params)
-    tiny_pair.byte_tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
+    return tiny_pair.write_model(folder, config, params=params)
 
 
 def write(folder: pathlib.Path, family: str) -> pathlib.Path:
