@@ -9,6 +9,9 @@ import jax
 import numpy as np
 import pytest
 import random_weights
+import tiny_pair
+
+import spec_jax as sj
 
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -56,7 +59,7 @@ LONGEST = [
     for name in (
         "hopper_model triton_model row_attention rows round mesh tree_rows "
         "every_drafter heads head_training draft_model processing samples front_door "
-        "native_sanitizers native_threads readme"
+        "native_threads readme"
     ).split()
 ]
 """The slowest files: begun last, one process would run them while others wait."""
@@ -64,10 +67,8 @@ LONGEST = [
 
 def pytest_collection_modifyitems(items) -> None:
     """Puts the longest files first; fails where a required oracle is not installed.
-
-    `SPEC_JAX_REQUIRE_ORACLE=1` is set in CI, so that the comparisons with Hugging
-    Face are never skipped there without anyone noticing.
-    """
+    `SPEC_JAX_REQUIRE_ORACLE=1` is set in CI, so that the comparisons with Hugging Face
+    are never skipped there without anyone noticing."""
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(LONGEST)))
     if os.environ.get("SPEC_JAX_REQUIRE_ORACLE") == "1":
@@ -82,10 +83,8 @@ MAX_MAPPINGS = 25_000
 
 @pytest.fixture(autouse=True, scope="module")
 def bounded_mappings():
-    """Drops compiled programs after a file of tests, if there are very many.
-
-    Each program holds mappings of memory; a process that runs out of mappings dies.
-    """
+    """Drops compiled programs after a file of tests, if there are very many. Each
+    program holds mappings of memory; a process that runs out of mappings dies."""
     yield
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and len(maps.read_text().splitlines()) > MAX_MAPPINGS:
@@ -97,6 +96,24 @@ def bounded_mappings():
 def rng() -> np.random.Generator:
     """Returns a generator with a fixed seed."""
     return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Returns the folders of a target and a draft, which tests must not change."""
+    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="session")
+def lm(folders):
+    """Loads the pair of `folders`: random weights; a token is a byte."""
+    return sj.load(folders[0], draft=folders[1], gamma_max=4)
+
+
+@pytest.fixture(scope="session")
+def cycle(tmp_path_factory):
+    """Returns a model that writes `tiny_pair.CYCLE` again and again."""
+    return tiny_pair.load_cycle(tmp_path_factory.mktemp("cycle"))
 
 
 @pytest.fixture

@@ -64,9 +64,7 @@ def needs(impl: str) -> None:
 
 def quickest() -> row_model.RowModel:
     """Returns the target, native if possible, which compiles in a third of the time.
-
-    Use it for tests that do not depend on kernels: of policies, counters, rules.
-    """
+    Use it for tests that do not depend on kernels: of policies, counters, rules."""
     try:
         dispatch.resolve("native")
     except NotImplementedError:
@@ -131,17 +129,14 @@ class Scripted:
         return jnp.zeros((-(-capacity // page_size) * page_size + 1,), jnp.int32)
 
     def prefill(self, params, memory, prompt):
-        del prompt
         return jnp.pad(params, (0, memory.shape[0] - params.shape[0]))
 
     def propose(self, params, memory, *, tokens, length, gamma):
-        del params, tokens
         at = length + jnp.arange(self.gamma_max)
         drafts = memory.at[at].get(mode="fill", fill_value=acceptance.PAD)
         return memory, protocols.Proposal(tokens=drafts, num_drafted=gamma)
 
     def commit(self, params, memory, length):
-        del params, length
         return memory
 
 
@@ -270,29 +265,12 @@ def padded(texts: Sequence[Sequence[int]], size: int, *, behind: int = 0) -> jax
     return jnp.array(rows, jnp.int32)
 
 
-def begin_plain(
-    prompt=PROMPT, *, capacity=CAPACITY, target=TARGET, params=TARGET_PARAMS, **settings
-) -> baseline.DecodeState:
-    """Returns the state of decoding with the tiny target before its first step."""
-    kv = target.new_cache(capacity=capacity, page_size=PAGE_SIZE)
-    settings = {"max_tokens": 40, "stop_ids": (), "sampling": None} | settings
-    return baseline.begin(target, params, kv, prompt, **settings)
-
-
-def plain(
-    prompt=PROMPT, *, target=TARGET, params=TARGET_PARAMS, **settings
-) -> baseline.DecodeState:
-    """Decodes with the tiny target autoregressively, see `begin_plain`."""
-    state = begin_plain(prompt, target=target, params=params, **settings)
-    return baseline.generate(target, params, state, max_steps=FOREVER)
-
-
 def begun(setting: Setting, ask: Ask) -> baseline.DecodeState:
     """Returns the state of decoding a sequence before its first step."""
-    of_ask = {"max_tokens": ask.max_tokens, "stop_ids": ask.stop_ids}
-    where = {"target": setting.target, "params": setting.weights}
-    where |= {"capacity": setting.capacity, "sampling": ask.settings}
-    return begin_plain(ask.prompt, **of_ask, **where)
+    kv = setting.target.new_cache(**setting.sizes)
+    how = {"max_tokens": ask.max_tokens, "stop_ids": ask.stop_ids}
+    how["sampling"] = ask.settings
+    return baseline.begin(setting.target, setting.weights, kv, ask.prompt, **how)
 
 
 @functools.cache
@@ -310,10 +288,8 @@ def decoded(setting: Setting, ask: Ask) -> baseline.DecodeState:
 
 
 def scripted(setting: Setting, ask: Ask) -> requests_lib.Request:
-    """Returns the sequence's request, with drafts that are right by its `run`.
-
-    Drafts past a stop token are the tokens that decoding without one writes.
-    """
+    """Returns the sequence's request, with drafts that are right by its `run`. Drafts
+    past a stop token are the tokens that decoding without one writes."""
     truth = decoded(setting, dataclasses.replace(ask, stop_ids=())).tokens
     return ask.request(draft_params=script(truth, run=ask.run))
 

@@ -11,17 +11,10 @@ from spec_jax import default_gamma, generation
 from spec_jax.drafters import choice, ngram, suffix
 
 
-TEXT = "añ日🙂"
+TEXT = tiny_pair.CYCLE
 CHEAP = sj.gamma.RoundCosts(round_s=(1.0, 1.01, 1.02, 1.03, 1.04))
 FEW = sj.gamma.RoundCosts(round_s=(1.0, 1.01))
 DEAR = sj.gamma.RoundCosts(round_s=(1.0, 4.0, 7.0, 10.0, 13.0))
-
-
-@pytest.fixture(scope="module")
-def cycle(tmp_path_factory):
-    """Returns a model that writes `TEXT` again and again, with a lookup drafter."""
-    folder = tiny_pair.write_cycle(tmp_path_factory.mktemp("cycle"), TEXT)
-    return sj.load(folder, drafter="ngram", gamma_max=4)
 
 
 @pytest.fixture
@@ -74,10 +67,7 @@ def test_costs_decide_rounds_and_no_token(cycle):
     one. Negative control: it does decide the number of rounds."""
     settings = {"max_tokens": 40, "sampling": sj.Sampling(temperature=0.5, seed=3)}
     expected = sj.decode(cycle, TEXT, **settings).tokens
-    outs = [
-        sj.generate(cycle, TEXT, gamma=costs, **settings)
-        for costs in (CHEAP, FEW, DEAR)
-    ]
+    outs = [sj.generate(cycle, TEXT, gamma=x, **settings) for x in (CHEAP, FEW, DEAR)]
     assert all(out.tokens == expected for out in outs)
     cheap, few, dear = (out.metrics["rounds"] for out in outs)
     assert cheap < 20 <= few < dear == 40

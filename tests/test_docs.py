@@ -84,10 +84,8 @@ def riddles_of_page(text: str) -> list[str]:
 
 
 def without_verb(text: str) -> list[str]:
-    """Returns functions whose docstring does not begin as "Returns" does.
-
-    Properties are named by nouns, as attributes are; "Negative control" is a noun, too.
-    """
+    """Returns functions whose docstring does not begin as "Returns" does. Properties
+    are named by nouns, as attributes are; "Negative control" is a noun, too."""
     found = []
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.FunctionDef) or not ast.get_docstring(node):

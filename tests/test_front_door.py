@@ -16,9 +16,7 @@ from spec_jax.engine import round as round_lib
 from spec_jax.gamma import goodput, threshold
 
 
-TEXT = "añ日🙂"
-"""Characters of one byte to four; no byte occurs twice."""
-
+TEXT = tiny_pair.CYCLE
 PROMPTS = ["def f(x):", "import os"]
 CHAT = [{"role": "user", "content": "hi"}]
 
@@ -26,18 +24,9 @@ CHAT = [{"role": "user", "content": "hi"}]
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory):
     """Returns a tiny model of random weights, with a chat template; a token is a byte.
-
     It drafts by lookup, whose loops compile in half the time of a draft model's. It has
-    the shape of `cycle`, so that the two share their programs.
-    """
+    the shape of `cycle`, so that the two share their programs."""
     folder = tiny_pair.write_chat(tmp_path_factory.mktemp("random"))
-    return sj.load(folder, drafter="ngram", gamma_max=4)
-
-
-@pytest.fixture(scope="module")
-def cycle(tmp_path_factory):
-    """Returns a model that writes `TEXT` again and again, with a lookup drafter."""
-    folder = tiny_pair.write_cycle(tmp_path_factory.mktemp("cycle"), TEXT)
     return sj.load(folder, drafter="ngram", gamma_max=4)
 
 
@@ -152,10 +141,8 @@ def test_options_reach_the_chat_template(lm):
 
 @pytest.mark.parametrize(("max_tokens", "gamma"), [(20, 0), (20, 3), (22, 3)])
 def test_streamed_pieces_are_whole_characters(cycle, max_tokens, gamma):
-    """Fails if a piece cuts a character, or the pieces make up another text.
-
-    A text of 22 tokens ends in half a character, streamed or from `generate`.
-    """
+    """Fails if a piece cuts a character, or the pieces make up another text. A text of
+    22 tokens ends in half a character, streamed or from `generate`."""
     settings = {"max_tokens": max_tokens, "gamma": gamma}
     out = sj.generate(cycle, TEXT, **settings)
     pieces, end = tiny_pair.streamed(cycle, TEXT, **settings)

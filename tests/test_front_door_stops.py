@@ -24,12 +24,9 @@ MAX_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def lm(tmp_path_factory):
-    """Returns a model that writes `TOKENS` again and again, with a lookup drafter.
-
-    It is made for a cycle of bytes, whose tokens get other names; the last is special.
-    """
-    folder = tiny_pair.write_cycle(tmp_path_factory.mktemp("cycle"), NAMES)
-    lm = sj.load(folder, drafter="ngram", gamma_max=4)
+    """Returns a model that writes `TOKENS` again and again, with a lookup drafter. It
+    is made for a cycle of bytes, whose tokens get other names; the last is special."""
+    lm = tiny_pair.load_cycle(tmp_path_factory.mktemp("cycle"), NAMES)
     old = lm.tokenizer.backend
     letters = {byte: letter for letter, byte in tokenizer_lib._byte_alphabet().items()}
     vocab = dict(old.get_vocab())
@@ -136,11 +133,9 @@ def test_planted_faults_move_ends(lm, way, monkeypatch):
 
 
 def test_what_is_decoded_in_vain(lm, monkeypatch):
-    """Fails if a slot goes on after a stop text, or if metrics omit what was cut.
-
-    Four answers of three tokens in two slots take six rounds, as many as if each had
-    ended by itself.
-    """
+    """Fails if a slot goes on after a stop text, or if metrics omit what was cut. Four
+    answers of three tokens in two slots take six rounds, as many as if each had ended
+    by itself."""
     calls, real = [], round_lib.generate
 
     def generate(*arguments, **settings):

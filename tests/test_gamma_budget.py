@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 
-import gamma_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,7 +69,7 @@ def test_no_text_is_slower_by_more_than_the_bound(chances, draft):
 
 def test_the_bounded_policy_begins_anew():
     """Fails if a leader under a bound takes one text's counts for the next text's."""
-    asks, first = gamma_cases.make("leader")
+    asks, first = simulation.make("leader")
     numbers = {"gamma": 2, "num_drafted": 2, "num_accepted": 0}
     learnt = asks.update(first, **{name: jnp.int32(x) for name, x in numbers.items()})
     bounds = budget.Budget(asks=asks), schedule.Schedule(gamma_max=4, asks=asks)
@@ -82,9 +81,7 @@ def test_the_bounded_policy_begins_anew():
 
 def test_a_bad_beginning_is_not_the_end():
     """Fails if the first rounds may lose so much that a drafter is never asked again.
-
-    Negative control: a policy whose rounds may lose all of the account.
-    """
+    Negative control: a policy whose rounds may lose all of the account."""
     costs = costs_of(0.12, 0.02)
     made, first = default_gamma.make(costs)
     texts = draw((0.9,)).at[:, :2].set(False)
@@ -96,9 +93,7 @@ def test_a_bad_beginning_is_not_the_end():
 @pytest.mark.parametrize("catch_up_s", [0.005, 0.03])
 def test_catching_up_is_paid_for(catch_up_s):
     """Fails if a drafter's catching up, after rounds without it, is not in the account.
-
-    Negative control: a state in which that costs nothing.
-    """
+    Negative control: a state in which that costs nothing."""
     costs = costs_of(0.05, catch_up_s)
     made, first = default_gamma.make(costs)
     texts = draw((0.0,))

@@ -27,12 +27,6 @@ DRAWN = sj.Sampling(temperature=0.9, top_k=40, seed=5)
 SHORT = {"max_tokens": 9, "ignore_eos": True, "page_size": 4, "sampling": DRAWN}
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Returns folders of a tiny random target and of a draft; a token is a byte."""
-    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
-
-
 @pytest.fixture(scope="module", params=["native", slow("xla")])
 def lm(request, folders):
     return sj.load(folders[0], draft=folders[1], gamma_max=4, impl=request.param)
@@ -139,9 +133,7 @@ def a_token_too_many(self, wanted, other):
 @pytest.mark.slow
 def test_keys_and_values_are_those_of_decoding(lm, monkeypatch):
     """Compares K/V of all layers, read through the table, and hashes of all logits.
-
-    Negative control: it sees each fault, in programs of another page size.
-    """
+    Negative control: it sees each fault, in programs of another page size."""
     settings = SHORT | {"gamma": 3, "prefix": PREFIX}
     assert sj.check_lossless(lm, PROMPTS, n=2, **settings)
     for page_size, fault in (

@@ -44,9 +44,7 @@ def algorithm(survival, num_drafted, active, *, stops_early):
 @pytest.mark.parametrize("stops_early", [True, False])
 def test_it_is_the_algorithm(stops_early, rng):
     """Draws survival in eighths, many of them equal, counts of drafts, active slots.
-
-    NaN counts as 0, and a chance above the one before it as that one.
-    """
+    NaN counts as 0, and a chance above the one before it as that one."""
     seen = set()
     for _ in range(300):
         chances = np.minimum.accumulate(rng.integers(0, 9, (B, W)) / 8, axis=1)

@@ -15,10 +15,9 @@ SHORT = {"max_tokens": 11, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module", params=["native", slow("xla")])
-def lm(request, tmp_path_factory):
+def lm(request, folders):
     """Returns a tiny pair of random weights; a token is a byte."""
-    target, draft = tiny_pair.write(tmp_path_factory.mktemp(request.param))
-    return sj.load(target, draft=draft, gamma_max=4, impl=request.param)
+    return sj.load(folders[0], draft=folders[1], gamma_max=4, impl=request.param)
 
 
 def of_all_tokens(lm, sampling=None):

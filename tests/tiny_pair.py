@@ -50,10 +50,11 @@ def config(**changes) -> config_lib.Qwen3Config:
 
 
 def write_model(
-    folder: pathlib.Path, model_config: config_lib.Qwen3Config, *, seed: int
+    folder: pathlib.Path, model_config: config_lib.ModelConfig, *, seed=0, params=None
 ) -> pathlib.Path:
-    """Writes a model folder with random weights and the byte tokenizer."""
-    params = params_lib.init(jax.random.key(seed), model_config, stddev=0.3)
+    """Writes a model folder with the byte tokenizer; without params, random weights."""
+    if params is None:
+        params = params_lib.init(jax.random.key(seed), model_config, stddev=0.3)
     save_lib.save(folder, model_config, params)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
@@ -62,11 +63,9 @@ def write_model(
 def write_scaled(
     folder: pathlib.Path, *, final_norm: float = 1.0, others: float = 1.0
 ) -> tuple[pathlib.Path, pathlib.Path]:
-    """Writes the models of `write` with all their weights scaled.
-
-    With `final_norm` of 3e38 the weights are finite and the logits overflow; with
-    `others` of 0 all logits are equal.
-    """
+    """Writes the models of `write` with all their weights scaled. With `final_norm` of
+    3e38 the weights are finite and the logits overflow; with `others` of 0 all logits
+    are equal."""
     folders = write(folder)
     for model in folders:
         model_config, params = load.load(model)
@@ -76,11 +75,14 @@ def write_scaled(
     return folders
 
 
-def write(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """Writes a target of two layers and a draft of one."""
+def write(
+    folder: pathlib.Path, kind: str = "draft-model"
+) -> tuple[pathlib.Path, pathlib.Path]:
+    """Writes a target of two layers, and its head of a kind or a draft of one layer."""
     target = write_model(folder / "target", config(num_layers=2), seed=0)
-    draft = write_model(folder / "draft", config(), seed=1)
-    return target, draft
+    if kind in WRITE_HEAD:
+        return target, WRITE_HEAD[kind](folder / "head", target)
+    return target, write_model(folder / "draft", config(), seed=1)
 
 
 def write_head(
@@ -149,12 +151,14 @@ def write_chat(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def write_cycle(folder: pathlib.Path, text: str) -> pathlib.Path:
-    """Writes a model that decodes to `text` again and again, whatever came before.
+CYCLE = "añ日🙂"
+"""Characters of one byte to four; no byte occurs twice."""
 
-    It knows which byte follows each byte of the text, all of which must differ. Its
-    layers add nothing: the head looks up the last token.
-    """
+
+def load_cycle(folder: pathlib.Path, text: str = CYCLE) -> sj.LanguageModel:
+    """Returns a model that decodes to `text` again and again, with a lookup drafter. It
+    knows which byte follows each byte of the text, all of which must differ. Its layers
+    add nothing: the head looks up the last token."""
     ids = byte_tokenizer().encode(text, add_special_tokens=False).ids
     if len(set(ids)) < len(ids):
         raise ValueError(f"{text!r} has a byte twice")
@@ -167,9 +171,8 @@ def write_cycle(folder: pathlib.Path, text: str) -> pathlib.Path:
     unit = params.embed / jnp.linalg.norm(params.embed, axis=-1, keepdims=True)
     head = (unit * 0).at[jnp.array(ids[1:] + ids[:1])].set(unit[jnp.array(ids)])
     params = params.replace(embed=unit, layers=layers, lm_head=head)
-    save_lib.save(folder, model_config, params)
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
+    write_model(folder, model_config, params=params)
+    return sj.load(folder, drafter="ngram", gamma_max=4)
 
 
 def streamed(lm, prompt, **settings) -> tuple[list[sj.Piece], sj.Generation]:

@@ -13,18 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 from decoding import SMALL
-from model import block_oracle, eagle3_oracle
+from model import block_oracle, eagle3_oracle, head_layouts as layouts
+from model.head_layouts import is_block
 
 from spec_jax import testing
 from spec_jax.drafters import block, each, eagle3
-from spec_jax.model import (
-    block_files,
-    block_params,
-    eagle3_files,
-    eagle3_params,
-    head_dialects,
-    row_model,
-)
+from spec_jax.model import head_dialects, row_model
 
 
 GAMMA = 4
@@ -36,89 +30,31 @@ BENCH = testing.Bench(
     max_tokens=16,
 )
 TEXT = [7, 3, 90, 41, 5, 66, 23, 8, 14, 2, 77, 30, 9, 51, 62, 11, 40, 3, 17, 80]
-HOT = jnp.arange(0, 96, 2, dtype=jnp.int32)
-LAYER = decoding.make_config(num_layers=2, tie_word_embeddings=False)
-
-EAGLE = eagle3_params.Eagle3Config(
-    layer=decoding.make_config(num_layers=1),
-    draft_vocab_size=len(HOT),
-    target_hidden_size=48,
-    taps=(1, 0),  # of two layers
-).validate()
-PEAGLE = dataclasses.replace(
-    EAGLE, layer=decoding.make_config(num_layers=2), mask_token_id=95
-).validate()
-DFLASH = block_params.BlockConfig(
-    layer=LAYER,
-    draft_vocab_size=96,
-    taps=(1, 0),
-    block_size=4,
-    slots="fill-in",
-    mask_token_id=95,
-).validate()
-DSPARK = dataclasses.replace(
-    DFLASH, slots="anchor-first", head="vanilla", markov_rank=8, has_confidence=True,
-    confidence_with_markov=True,
-).validate()  # fmt: skip
-DFLASH2 = dataclasses.replace(
-    DFLASH, head="selector", markov_rank=8, top_k=5, conv_group=16
-).validate()
-
-
-def seeing(*sees) -> block_params.BlockConfig:
-    """Returns DFlash whose two layers see that much; one for both."""
-    layers = tuple(block_params.LayerAttention(**one) for one in sees * 2)[:2]
-    return dataclasses.replace(DFLASH, attention=layers).validate()
-
-
-HEADS = {
-    "eagle3": EAGLE,
-    "peagle": PEAGLE,
-    "dflash": DFLASH,
-    "dspark": DSPARK,
-    "dflash2": DFLASH2,
-    "rnn": dataclasses.replace(
-        DSPARK, slots="fill-in", head="rnn", draft_vocab_size=64
-    ),
-    "gated": dataclasses.replace(DSPARK, head="gated", confidence_with_markov=False),
-    "mixed": seeing({"window": 5, "is_causal": True}, {}),
-    "anchored": seeing({"window": 4, "from_anchor": True}),
-    "causal": seeing({"is_causal": True}),
-}
-DIALECTS = {
-    "eagle3": "midlayer", "peagle": "speculators", "dflash": "z-lab",
-    "dspark": "deepspec", "rnn": "speculators", "gated": "specforge",
-    "dflash2": "z-lab", "mixed": "z-lab", "anchored": "speculators", "causal": "z-lab",
+LAYOUTS = {
+    "eagle3": ("midlayer", layouts.EAGLE),
+    "peagle": ("speculators", layouts.PARALLEL),
+    "dflash": ("z-lab", layouts.DFLASH),
+    "dspark": ("deepspec", layouts.with_heads("vanilla")),
+    "dflash2": ("z-lab", layouts.DFLASH2),
+    "rnn": ("speculators", layouts.with_heads(
+        "rnn", slots="fill-in", draft_vocab_size=64)),
+    "gated": ("specforge", layouts.with_heads("gated", confidence_with_markov=False)),
+    "mixed": ("z-lab", layouts.seeing(window=5, is_causal=True, rest="all")),
+    "anchored": ("speculators", layouts.seeing(window=4, from_anchor=True)),
+    "causal": ("z-lab", layouts.seeing(is_causal=True)),
 }  # fmt: skip
-"""The layout that each head is saved in."""
+"""The layout that each head is saved in, and its config for another target."""
 
 
-def is_block(head) -> bool:
-    return isinstance(head, block_params.BlockConfig)
+def of_two_layers(head):
+    """Returns a head for the target here, which has two layers."""
+    return dataclasses.replace(head, taps=(1, 0)).validate()
 
 
-def params_of(head):
-    """Returns random weights, a block's norms and biases too, so that a missing one
-    shows."""
-    key = jax.random.key(3)
-    if not is_block(head):
-        return eagle3_params.init(key, head, embed=TARGET.embed, hot=HOT, stddev=0.3)
-    made = block_params.init(
-        key, head, embed=TARGET.embed, lm_head=TARGET.head, stddev=0.3
-    )
-    shared = {name: getattr(made, name) for name in ("hot", "embed", "lm_head")}
-    rng = np.random.default_rng(5)
-
-    def moved(leaf):
-        if leaf.ndim > 1:
-            return leaf
-        return leaf + jnp.float32(rng.normal(0.1, 0.3, leaf.shape))
-
-    own = jax.tree.map(moved, made.replace(**dict.fromkeys(shared)))
-    return own.replace(**shared)
-
-
-PARAMS = {name: params_of(head) for name, head in HEADS.items()}
+HEADS = {name: of_two_layers(head) for name, (_, head) in LAYOUTS.items()}
+PARAMS = {
+    name: layouts.make_params(head, target=TARGET) for name, head in HEADS.items()
+}
 
 
 def make(head, impl=SMALL.target.impl, **changes):
@@ -133,7 +69,7 @@ def make(head, impl=SMALL.target.impl, **changes):
 
 
 @functools.cache
-def features_of(taps=EAGLE.taps) -> np.ndarray:
+def features_of(taps=HEADS["eagle3"].taps) -> np.ndarray:
     """Returns the target's features of the text."""
     return np.asarray(BENCH.features(TEXT[:-1], taps))
 
@@ -142,14 +78,16 @@ class Oracle:
     """A float64 head, of the files that a head is saved in."""
 
     def __init__(self, folder, name, params=None):
-        self.config, files = HEADS[name], eagle3_files
-        lm_head, kind = {}, eagle3_oracle.Head
+        self.config, kind, lm_head = HEADS[name], eagle3_oracle.Head, {}
         if is_block(self.config):
-            files, kind = block_files, block_oracle.Head
-            lm_head = {"lm_head": np.asarray(TARGET.head)}
-        params = PARAMS[name] if params is None else params
-        origin = head_dialects.Origin(target=SMALL.target.config)
-        files.save(folder, self.config, params, dialect=DIALECTS[name], origin=origin)
+            kind, lm_head = block_oracle.Head, {"lm_head": np.asarray(TARGET.head)}
+        layouts.files_of(self.config).save(
+            folder,
+            self.config,
+            params or PARAMS[name],
+            dialect=LAYOUTS[name][0],
+            origin=head_dialects.Origin(target=SMALL.target.config),
+        )
         self.head = kind(
             config=json.loads((folder / "config.json").read_text()),
             tensors=safetensors.numpy.load_file(folder / "model.safetensors"),
@@ -159,22 +97,12 @@ class Oracle:
 
     def draft(self, features, text, *, drawn=None):
         """Drafts after a text; returns tokens, logits `[W, Vd]` and survival, if any.
-
-        With `drawn`, these tokens stand before later drafts instead of its own.
-        """
+        With `drawn`, these tokens stand before later drafts instead of its own."""
         flat = np.asarray(features).reshape(len(features), -1)[: len(text) - 1]
         if is_block(self.config):
             return block_oracle.draft(self.head, flat, text[-1], drawn=drawn)
-        read = list(text[1:])
-        if self.config.is_parallel:
-            return *eagle3_oracle.draft(self.head, flat, read, count=GAMMA), None
-        tokens, logits = [], []
-        for step in range(GAMMA):
-            made = eagle3_oracle.run(self.head, flat, read, num_own=step)
-            logits.append(made[1][-1])
-            tokens.append(int(HOT[logits[-1].argmax()]))
-            read.append(tokens[-1] if drawn is None else int(drawn[step]))
-        return tokens, np.stack(logits), None
+        how = {"count": GAMMA, "drawn": drawn}
+        return *eagle3_oracle.draft(self.head, flat, text[1:], **how), None
 
     def after(self, length, *, late=0, drawn=None):
         """Drafts after a prefix of `TEXT`; `late` shifts features: a fault."""

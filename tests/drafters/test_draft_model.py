@@ -40,10 +40,8 @@ def assert_only_committed(state, slot):
 
 
 def test_a_rejected_draft_leaves_nothing_behind():
-    """Fails if the draft's cache holds K/V of anything but committed tokens.
-
-    Negative control: a cache whose length includes a rejected draft.
-    """
+    """Fails if the draft's cache holds K/V of anything but committed tokens. Negative
+    control: a cache whose length includes a rejected draft."""
     decoding.needs("native")  # Its K/V do not depend on how rows are grouped.
     asks = [Ask(), *MIXED[5:]]
     scheduler = SMALL.scheduler(as_drafter(), num_slots=3, draft_params=NEARLY)

@@ -34,19 +34,9 @@ WEIGHTS = decoding.NEARLY_TARGET
 LOOKUP = suffix.SuffixDecoding(gamma_max=GAMMA_MAX)
 
 
-def draft_model(impl):
-    return decoding.draft_drafter(impl=impl)
-
-
-def static_model(impl):
-    made = draft_model(impl)
-    return dataclasses.replace(
-        made, model=dataclasses.replace(made.model, cache="static")
-    )
-
-
-def head(name):
-    return functools.partial(heads.make, name)
+def draft_model(impl, **changes):
+    made = decoding.draft_drafter(impl=impl)
+    return dataclasses.replace(made, model=dataclasses.replace(made.model, **changes))
 
 
 def hybrid_of(draft):
@@ -69,20 +59,22 @@ def alone(drafter):
 
 HYBRID_PARAMS = functools.partial(hybrid.HybridParams, corpus=CORPUS)
 NGRAM = ngram.PromptLookup(gamma_max=GAMMA_MAX)
-WINDOWED, EAGLE = dataclasses.replace(heads.EAGLE, window=5), heads.PARAMS["eagle3"]
+WINDOWED = dataclasses.replace(heads.HEADS["eagle3"], window=5)
+HEADS = {name: functools.partial(heads.make, name) for name in (*heads.HEADS, WINDOWED)}
+EAGLE = heads.PARAMS["eagle3"]
 CHAINS = {
     "draft-model": (draft_model, WEIGHTS),
     "ngram": (alone(NGRAM), None),
     "suffix": (alone(LOOKUP), CORPUS),
     "hybrid": (hybrid_of(draft_model), HYBRID_PARAMS(draft=WEIGHTS)),
-    "hybrid of eagle3": (hybrid_of(head("eagle3")), HYBRID_PARAMS(draft=EAGLE)),
+    "hybrid of eagle3": (hybrid_of(HEADS["eagle3"]), HYBRID_PARAMS(draft=EAGLE)),
     "choice": (choice_of(draft_model), choice_params(WEIGHTS)),
-    "choice of eagle3": (choice_of(head("eagle3")), choice_params(EAGLE)),
+    "choice of eagle3": (choice_of(HEADS["eagle3"]), choice_params(EAGLE)),
     "oracle": (alone(oracle.Oracle(gamma_max=GAMMA_MAX, vocab_size=96)), None),
     "bigram": (alone(readme_blocks.bigram(gamma_max=GAMMA_MAX, vocab_size=96)), None),
-    "static draft-model": (static_model, WEIGHTS),
-    "eagle3 with a window": (head(WINDOWED), EAGLE),
-    **{name: (head(name), heads.PARAMS[name]) for name in heads.HEADS},
+    "static draft-model": (functools.partial(draft_model, cache="static"), WEIGHTS),
+    "eagle3 with a window": (HEADS[WINDOWED], EAGLE),
+    **{name: (HEADS[name], heads.PARAMS[name]) for name in heads.HEADS},
 }
 SHAPES = {"searched": tree_shapes.parse("2x3:6@1"), "fixed": tree_shapes.parse("2-2")}
 DRAFTERS = [name for name in CHAINS if name not in ("causal", "gated", "anchored")]
@@ -121,8 +113,8 @@ QUICK = (
     ("native", "coupled", "eagle3 with a window, searched", 4),
     ("native", "coupled", "peagle, searched", 4),
 )
-"""Most kinds of drafter; more would compile too long. `test_sampled` and `test_trees`
-run the rule "block", `test_wide_windows` searched trees, all in `tests/engine`."""
+"""Most kinds of drafter; more would compile too long. In `tests/engine`, `test_sampled`
+and `test_trees` run the rule "block", and the latter searched trees, too."""
 
 
 CASES = [
@@ -179,11 +171,9 @@ def test_tokens_are_those_of_decoding(impl, rule, name, num_slots):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "most"), [("dspark", 0.8), ("hybrid", 1.0)])
 def test_scheduled_tokens_are_those_of_decoding(name, most):
-    """Fails if a schedule changes a token, or K/V, or cannot read survival.
-
-    Rows cost time, so that only some drafts are verified.
-    `engine/test_scheduled_rounds.py` has draft models.
-    """
+    """Fails if a schedule changes a token, or K/V, or cannot read survival. Rows cost
+    time, so that only some drafts are verified. `engine/test_policies.py` has
+    draft models."""
     drafter, params = make(name)
     drawn = (("temperature", 1.0), ("seed", 5))
     asks = [dataclasses.replace(ask, sampling=drawn) for ask in OTHERS]

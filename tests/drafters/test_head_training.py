@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from head_cases import HEADS, PARAMS
-from model import block_oracle
+from model import block_oracle, head_layouts
 from slow_cases import slow_but
 
 from spec_jax.model import sequence
@@ -141,7 +141,7 @@ def test_the_loss_is_that_of_drafting(tmp_path):
 
     @jax.jit
     def found_of(*inputs):
-        return [block.loss(heads.DSPARK, *inputs, terms=weights) for weights in both]
+        return [block.loss(HEADS["dspark"], *inputs, terms=weights) for weights in both]
 
     found = found_of(trained, batch, teacher)
     np.testing.assert_allclose(found, [terms @ weights for weights in both], rtol=1e-4)
@@ -159,7 +159,7 @@ def check_loss(loss, batch, expected):
 def test_the_loss_of_a_selector(tmp_path):
     """Compares the loss with a float64 drafter's: of the slots' own logits, and of the
     selector among the best tokens and the text's."""
-    config, head = heads.DFLASH2, heads.Oracle(tmp_path, "dflash2").head
+    config, head = HEADS["dflash2"], heads.Oracle(tmp_path, "dflash2").head
     batch, (trained, teacher) = batch_with_anchors("dflash2"), inputs_of("dflash2")
     total, missing = 0.0, 0
     for b, anchor, weights in blocks_of("dflash2"):
@@ -218,7 +218,7 @@ def test_held_out_rounds_follow_each_other(tmp_path):
             count = min(heads.GAMMA, 12 - at)
             agrees = logits[:count].argmax(-1) == rows[b, at : at + count].argmax(-1)
             at += 1 + int(np.logical_and.accumulate(agrees).sum())
-    measure = jax.jit(functools.partial(block.measure, heads.DSPARK))
+    measure = jax.jit(functools.partial(block.measure, HEADS["dspark"]))
     found = np.asarray(measure(trained, batch, teacher)["accepted_length"])
     np.testing.assert_array_equal(found, [tokens, rounds])
     drawn = batch | {"greedy": jnp.array([False, True])}
@@ -232,8 +232,7 @@ def test_what_a_term_trains():
     trained, teacher = inputs_of("dspark")
     narrow = lambda x: x.astype("bfloat16")
     teacher = teacher.replace(embed=narrow(teacher.embed), head=narrow(teacher.head))
-    layer = dataclasses.replace(heads.LAYER, dtype="bfloat16")
-    config = dataclasses.replace(heads.DSPARK, layer=layer)
+    config = head_layouts.with_dtype(HEADS["dspark"], "bfloat16")
     batch = batch_with_anchors("dspark")
     batch = batch | {name: narrow(batch[name]) for name in ("features", "final")}
 

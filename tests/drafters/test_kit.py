@@ -35,26 +35,21 @@ class Echo:
     gamma_max: int = GAMMA_MAX
 
     def init(self, *, capacity, page_size):
-        del page_size
         return Memory(length=jnp.zeros((), jnp.int32), spare=jnp.zeros(capacity))
 
     def prefill(self, params, memory, prompt):
-        del params
         return memory.replace(length=jnp.array(len(prompt), jnp.int32))
 
     def drafts(self, memory, tokens, length, gamma):
         """Returns a token that is drafted again and again, and how often."""
-        del memory
         return tokens[length - 1], gamma
 
     def propose(self, params, memory, *, tokens, length, gamma):
-        del params
         token, num_drafted = self.drafts(memory, tokens, length, gamma)
         drafts = jnp.full((self.gamma_max,), token)
         return memory, protocols.Proposal(tokens=drafts, num_drafted=num_drafted)
 
     def commit(self, params, memory, length):
-        del params
         return memory.replace(length=length)
 
 

@@ -28,11 +28,7 @@ gammas = st.integers(0, GAMMA_MAX)
 def asked(text, gamma, behind=0, size=MAX_LEN):
     """Returns what a drafter is asked after a text, with `behind` behind it."""
     (tokens,) = decoding.padded([text], size, behind=behind)
-    return {
-        "tokens": tokens,
-        "length": jnp.int32(len(text)),
-        "gamma": jnp.int32(gamma),
-    }
+    return {"tokens": tokens, "length": jnp.int32(len(text)), "gamma": jnp.int32(gamma)}
 
 
 def drafts_of(proposal) -> list[int]:

@@ -17,11 +17,6 @@ from spec_jax.model import hub
 GAMMA_MAX = 3
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
-
-
 def load_with(folders, drafter, **changes) -> sj.LanguageModel:
     target, draft = folders
     return sj.load(target, draft=draft, drafter=drafter, gamma_max=GAMMA_MAX, **changes)
@@ -165,10 +160,8 @@ def test_shipped_heads_are_of_one_target(folders, tmp_path, monkeypatch):
 
 
 def test_loads_by_name_and_by_folder(tmp_path, monkeypatch):
-    """Fails if a head is not found by its folder, or is loaded for another target.
-
-    The name alone stands for the shipped head, for the embedded target only.
-    """
+    """Fails if a head is not found by its folder, or is loaded for another target. The
+    name alone stands for the shipped head, for the embedded target only."""
     folder = tiny_pair.write_head(tmp_path / "eagle3", loading.EMBEDDED_TARGET)
     by_folder = sj.load(drafter=str(folder), gamma_max=3)
     by_name = sj.load(drafter="eagle3", draft=folder, gamma_max=3)

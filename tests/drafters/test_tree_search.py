@@ -31,10 +31,8 @@ def head_of(rng):
 
 def published(head, tree):
     """Returns the paths of SafeAILab's EAGLE-2 `topK_genrate`, by its arrays and order.
-
     Scores are cumulated level by level, the best K of a level are expanded, and the
-    best nodes of all levels are kept.
-    """
+    best nodes of all levels are kept."""
     K = tree.top_k
     scores = head(())
     top = np.argsort(-scores, kind="stable")[:K]

@@ -16,8 +16,11 @@ from spec_jax.model import row_model
 START = len(PROMPT)
 
 
-def begin(prompt=PROMPT, *, target=SMALL.target, **settings):
-    return decoding.begin_plain(prompt, target=target, params=SMALL.weights, **settings)
+def begin(prompt=PROMPT, *, target=SMALL.target, capacity=96, **settings):
+    """Returns the state of decoding before its first step."""
+    kv = target.new_cache(capacity=capacity, page_size=decoding.PAGE_SIZE)
+    settings = {"max_tokens": 40, "stop_ids": (), "sampling": None} | settings
+    return baseline.begin(target, SMALL.weights, kv, prompt, **settings)
 
 
 def test_replay_finds_what_decoding_would_not_have_chosen():
@@ -38,10 +41,7 @@ def test_replay_finds_what_decoding_would_not_have_chosen():
 
 
 BAD = {
-    "a long prompt": (
-        {"prompt": list(range(97))},
-        r"97 tokens but the cache holds 96",
-    ),
+    "a long prompt": ({"prompt": list(range(97))}, r"97 tokens but the cache holds 96"),
     "a token": ({"prompt": [3, 96]}, r"token 96, outside \[0, 96\)"),
     "no prompt": ({"prompt": np.array([], np.int32)}, "prompt is empty"),
     "a text": ({"prompt": "def f"}, "prompt is text, 'def f': give token ids, as a to"),
@@ -61,7 +61,7 @@ def test_bad_requests_are_refused_before_anything_runs(bad, monkeypatch):
     changes, message = BAD[bad]
     scheduler, good = SMALL.scheduler(), Ask().request()
     request = dataclasses.replace(good, **changes)
-    monkeypatch.setattr(scheduler_lib.Scheduler, "empty", _nothing_runs)
+    monkeypatch.setattr(scheduler_lib.Scheduler, "empty", None)  # Nothing may run.
     for call in (
         lambda: scheduler.begin(request),
         lambda: next(scheduler.run([good, request])),
@@ -69,10 +69,6 @@ def test_bad_requests_are_refused_before_anything_runs(bad, monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             call()
-
-
-def _nothing_runs(*_, **__):
-    raise RuntimeError("something ran")
 
 
 def test_the_longest_prompt_that_fits():

@@ -1,6 +1,7 @@
 """No proposal can make the output wrong: drafters that break each of their promises.
+Logits that are not finite are counted by every loop, and the host raises.
 
-The proposals of a drafter are data here, so that all lies share an executable.
+Proposals of drafters and faults of logits are data, so that all share an executable.
 """
 
 import dataclasses
@@ -11,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from decoding import GAMMA_MAX, SMALL, Ask
+import wrong_targets
+from decoding import GAMMA_MAX, PROMPT, SMALL, Ask
 from slow_cases import slow_but
 
-from spec_jax.engine import checks, protocols
+from spec_jax.drafters import ngram
+from spec_jax.engine import baseline, checks, protocols, rows
 from spec_jax.rules import acceptance
 
 
@@ -116,11 +119,9 @@ QUICK = ("rejection", True, 4, "native"), ("coupled", False, 1, "native")
     ("rule", "has_probs", "num_slots", "impl"), slow_but(CASES, *QUICK)
 )
 def test_no_proposal_makes_the_output_wrong(rule, has_probs, num_slots, impl):
-    """Fails if any rule trusts a proposal's number of drafts, or its tokens.
-
-    At temperature 0 every rule writes the text of decoding. Above it, a rule that draws
-    uniforms must write as many tokens as decoding, all within the vocabulary.
-    """
+    """Fails if any rule trusts a proposal's number of drafts, or its tokens. At
+    temperature 0 every rule writes the text of decoding. Above it, a rule that draws
+    uniforms must write as many tokens as decoding, all within the vocabulary."""
     setting = decoding.setting_of(impl)
     scheduler = setting.scheduler(
         Liar(has_probs=has_probs), num_slots=num_slots, rule=rule
@@ -156,3 +157,87 @@ def test_trust_in_a_drafter_is_caught(monkeypatch):
         state = decoding.generate(scheduler, state)
         with pytest.raises(RuntimeError, match=r"outside \[0, 96\)"):
             checks.check_slot(decoding.slot_of(state), vocab_size=VOCAB_SIZE)
+
+
+MAX_TOKENS, START = 12, len(PROMPT)
+SPOILT = {
+    "nothing": ((), np.nan, -1, 0),
+    "one NaN": ((START + 3,), np.nan, 40, 1),
+    "a NaN at the end": ((START,), np.nan, VOCAB_SIZE - 1, 1),
+    "one inf": ((START + 2,), np.inf, 7, 1),
+    "all -inf": ((START + 5,), -np.inf, -1, 1),
+    "one -inf, which masks": ((START + 5,), -np.inf, 7, 0),
+    "several": ((START - 1, START + 4, START + 10), np.nan, 0, 3),
+    "past the last token": ((START + MAX_TOKENS - 1,), np.nan, 0, 0),
+}
+"""Positions of the rows, the value, the token (-1: all), and the right count."""
+
+
+def spoilt(name: str) -> wrong_targets.Spoilt:
+    positions, value, only, _ = SPOILT[name]
+    # All cases have three positions, so that they share an executable.
+    padded = [*positions, *[-1] * (3 - len(positions))]
+    return wrong_targets.Spoilt(
+        params=SMALL.weights,
+        positions=jnp.asarray(padded, jnp.int32),
+        value=jnp.float32(value),
+        only=jnp.int32(only),
+    )
+
+
+def rounds(params, ask, text, *, num_slots, rule):
+    """Returns the first and the last slot after all rounds of the same sequence."""
+    target = rows.SlotRows(model=SMALL.target, num_slots=num_slots)
+    scheduler = SMALL.scheduler(
+        num_slots=num_slots,
+        rule=rule,
+        target=wrong_targets.SpoiltLogits(target=target),
+        params=(params, None),
+    )
+    request = ask.request(draft_params=decoding.script(text, run=ask.run))
+    state = decoding.admit(scheduler, {0: request, num_slots - 1: request}, draws=True)
+    state = decoding.generate(scheduler, state)
+    return [decoding.slot_of(state, slot) for slot in {0, num_slots - 1}]
+
+
+# Where a rule draws uniforms, the drawn tokens are not known.
+DRAWS = {"coupled": (decoding.COLD, decoding.WARM), "rejection": (decoding.COLD,)}
+
+
+@pytest.mark.parametrize(("num_slots", "rule"), [(1, "coupled"), (3, "rejection")])
+def test_each_token_from_such_logits_is_counted(num_slots, rule):
+    """Fails if decoding or rounds, greedy or drawn, count another number of tokens."""
+    target = wrong_targets.SpoiltLogits(target=rows.of(SMALL.target, 1))
+    for (name, (*_, count)), sampling in itertools.product(SPOILT.items(), DRAWS[rule]):
+        params, ask = spoilt(name), Ask(max_tokens=MAX_TOKENS, sampling=sampling)
+        begun, how = decoding.begun(SMALL, ask), {"max_steps": decoding.FOREVER}
+        expected = baseline.generate(target, params, begun, **how)
+        assert int(expected.num_nonfinite) == count, name
+        for run in (2, decoding.ALWAYS):
+            ask = dataclasses.replace(ask, run=run)
+            for one in rounds(
+                params, ask, expected.tokens, num_slots=num_slots, rule=rule
+            ):
+                if rule == "coupled":
+                    np.testing.assert_array_equal(one.tokens, expected.tokens)
+                assert int(one.num_nonfinite) == count, (name, run)
+
+
+def test_slots_count_their_own():
+    """Fails if a NaN in the prompt of one request is counted for another request."""
+    poisoned, weights = 60, SMALL.weights
+    params = weights.replace(
+        embed=weights.embed.at[poisoned].set(jnp.nan), lm_head=weights.embed
+    )
+    asked = ((3, 4, 5), ()), ((3, poisoned, 5), decoding.WARM), ((7,), ())
+    requests = [Ask(prompt=x, max_tokens=6, sampling=y).request() for x, y in asked]
+    scheduler = SMALL.scheduler(
+        ngram.PromptLookup(gamma_max=4), num_slots=2, params=(params, None)
+    )
+    for one in scheduler.run(requests):
+        if one.number == 1:
+            assert int(one.slot.num_nonfinite) == 6
+            with pytest.raises(FloatingPointError, match="6 tokens were chosen"):
+                _ = one.tokens
+        elif poisoned not in np.asarray(one.slot.tokens):
+            assert int(one.slot.num_nonfinite) == 0 and len(one.tokens) == 6

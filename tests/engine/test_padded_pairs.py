@@ -14,7 +14,6 @@ from spec_jax.model import (
     gpt_neox,
     load as load_lib,
     params as params_lib,
-    save as save_lib,
 )
 from spec_jax.ops import dispatch
 
@@ -34,9 +33,7 @@ def write_model(folder, *, seed: int, **changes):
         final_norm=params.final_norm.replace(bias=params.final_norm.bias + 1.0),
         lm_head=jnp.where(padding, 10.0, params.lm_head),
     )
-    save_lib.save(folder, config, params)
-    tiny_pair.byte_tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
+    return tiny_pair.write_model(folder, config, params=params)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +64,7 @@ def test_drafts_change_no_token(pair, how):
 def test_qwen3_pairs_of_different_padding(tmp_path):
     """Fails if a pair of different padding is refused, or keeps its padding entries."""
     target, draft = (
-        tiny_pair.write_model(
-            tmp_path / str(size), tiny_pair.config(vocab_size=size), seed=0
-        )
+        tiny_pair.write_model(tmp_path / str(size), tiny_pair.config(vocab_size=size))
         for size in (264, 272)
     )
     lm = sj.load(target, draft=draft, gamma_max=3)

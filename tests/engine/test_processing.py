@@ -24,13 +24,6 @@ LETTERS = {token: token % 2 for token in range(40, 90)}
 """Transitions from state 0 of a grammar: an odd byte token leads to state 1."""
 
 
-@pytest.fixture(scope="module")
-def lm(tmp_path_factory):
-    """Loads a tiny pair of random weights, whose tokens are bytes."""
-    target, draft = tiny_pair.write(tmp_path_factory.mktemp("random"))
-    return sj.load(target, draft=draft, gamma_max=4)
-
-
 def make(name: str) -> processor_lib.Processor:
     """Makes a processor that changes many tokens of the random pair."""
     if name == "grammar":
@@ -97,9 +90,7 @@ def test_requests_have_parameters_of_their_own(lm):
 
 def drafting(tmp_path, name: str) -> sj.LanguageModel:
     """Loads the tiny target with a drafter."""
-    target, draft = tiny_pair.write(tmp_path)
-    if name in tiny_pair.WRITE_HEAD:
-        draft = tiny_pair.WRITE_HEAD[name](tmp_path / "head", target)
+    target, draft = tiny_pair.write(tmp_path, name)
     return sj.load(target, draft=draft, drafter=name, gamma_max=3)
 
 

@@ -80,10 +80,8 @@ def test_stop_tokens_anywhere_in_the_window(num_slots):
 
 
 def test_padding_is_no_stop_token():
-    """Fails if the padding after the tokens of an outcome ends the sequence.
-
-    The padding is a token of the vocabulary, and may be the stop token.
-    """
+    """Fails if the padding after the tokens of an outcome ends the sequence. The
+    padding is a token of the vocabulary, and may be the stop token."""
     text = decoding.text(decoding.decoded(SMALL, Ask()))
     assert acceptance.PAD not in text[len(PROMPT) :]
     state = decoding.run(SMALL, [Ask(run=1, stop_ids=(acceptance.PAD,))])
@@ -276,10 +274,8 @@ def test_planted_faults_of_a_round_are_caught(num_slots=3):
 
 
 def test_generations_keep_no_array():
-    """Fails if a cache, a page table or an output outlives its generation.
-
-    Negative control: one output that is kept.
-    """
+    """Fails if a cache, a page table or an output outlives its generation. Negative
+    control: one output that is kept."""
     scheduler, drafts = SMALL.scheduler(), jnp.arange(30, dtype=jnp.int32)
 
     def once(number):

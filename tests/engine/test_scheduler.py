@@ -94,9 +94,7 @@ def test_more_requests_than_slots():
 
 def test_refilling_compiles_nothing():
     """Fails if a prompt, a gamma, a seed or a setting is part of an executable.
-
-    Negative control: another number of slots compiles, and is counted.
-    """
+    Negative control: another number of slots compiles, and is counted."""
     finish()  # Compiles prompts of all buckets.
     compiled = []
 
@@ -185,10 +183,8 @@ def test_rounds_that_are_no_number_of_rounds(rounds, words):
 
 
 def test_a_request_that_no_slot_can_ever_take():
-    """Fails if a request that would wait for pages for ever is accepted.
-
-    Each other slot owns a page, even if it is empty. One page more is enough.
-    """
+    """Fails if a request that would wait for pages for ever is accepted. Each other
+    slot owns a page, even if it is empty. One page more is enough."""
     message = (
         "20 \\+ 200 tokens needs 12 pages of 8, and there are 13, of which empty slots "
         "have 2: allow more pages or generate fewer tokens"

@@ -138,6 +138,7 @@ def walk(scene, together, rng, *, num_steps=8) -> int:
         assert int(verified.num_active) == num_active.sum()
         most = max(most, int(num_active.sum()))
         by_column = np.asarray(verified.by_column(chosen, fill=-7))
+        rows_of = jax.device_get(verified)
         assert (by_column[np.arange(WINDOW) >= num_active[:, None]] == -7).all()
         for slot in range(num_slots):
             count = num_active[slot]
@@ -145,16 +146,12 @@ def walk(scene, together, rng, *, num_steps=8) -> int:
                 own[slot], logits, expected = scene.alone(
                     poisoned(own[slot]), tokens[slot], start[slot], count, kept[slot]
                 )
-                at = np.asarray(verified.at)[slot, :count]
-                testing.assert_same_bits(
-                    np.asarray(verified.logits)[at], np.asarray(logits)[:count]
-                )
+                at = rows_of.at[slot, :count]
+                testing.assert_same_bits(rows_of.logits[at], logits[:count])
                 np.testing.assert_array_equal(by_column[slot, :count], expected[:count])
-                assert (np.asarray(verified.slots)[at] == slot).all()
+                assert (rows_of.slots[at] == slot).all()
                 positions = start[slot] + np.arange(count)
-                np.testing.assert_array_equal(
-                    np.asarray(verified.positions)[at], positions
-                )
+                np.testing.assert_array_equal(rows_of.positions[at], positions)
             testing.assert_same_bits(
                 decoding.held(kv, int(kept[slot]), slot=slot),
                 decoding.held(own[slot], int(kept[slot])),
@@ -164,11 +161,7 @@ def walk(scene, together, rng, *, num_steps=8) -> int:
 
 @pytest.mark.parametrize(
     ("kind", "num_slots"),
-    [
-        slow("native-float32", 1),
-        ("native-bfloat16", 4),
-        slow("xla-float32", 4),
-    ],
+    [slow("native-float32", 1), ("native-bfloat16", 4), slow("xla-float32", 4)],
 )
 def test_slots_are_what_they_are_alone(kind, num_slots, rng):
     """Fails if a bit depends on neighbours, on a tile, or on places without a token."""

@@ -1,21 +1,25 @@
 """Rounds of trees commit what decoding would have committed, whatever the tree.
 
-Trees are right, wrong, or right in one branch alone, with small and full budgets.
-Limits and full caches cut the path. Mutants (`TREES`) are the negative controls.
+Trees are right, wrong, or right in one branch alone, with small and full budgets, and
+have up to 256 rows. Limits and full caches cut the path. Features that rounds hand to a
+drafter are those of decoding. Mutants (`TREES`, `FEATURES`) are negative controls.
 """
 
 import dataclasses
 
 import decoding
+import jax
 import jax.numpy as jnp
 import numpy as np
+import planting
 import pytest
 from decoding import ALWAYS, PROMPT, SMALL, Ask, Status
 from slow_cases import slow
 
 from spec_jax import testing
 from spec_jax.debug import recorder
-from spec_jax.engine import baseline, protocols
+from spec_jax.drafters import tree_shapes
+from spec_jax.engine import baseline, protocols, windows
 from spec_jax.engine.state import Origin
 from spec_jax.gamma import goodput
 from spec_jax.rules import acceptance
@@ -45,7 +49,6 @@ class ScriptedTree(decoding.Scripted):
     depth_max: int = DEPTH
 
     def propose(self, params, memory, *, tokens, length, gamma):
-        del tokens
         at = length + jnp.array(DEPTHS, jnp.int32) - 1
         drafts = memory.at[at].get(mode="fill", fill_value=acceptance.PAD)
         wrong = jnp.where(params, 0, 1 + jnp.arange(WIDTH, dtype=jnp.int32))
@@ -169,18 +172,23 @@ def test_what_was_recorded_is_what_decoding_saw():
                 )
 
 
-class Liar(ScriptedTree):
-    """Proposes trees in which some parents do not come before their children."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OtherParents(ScriptedTree):
+    """Proposes trees in which some parents do not come before their children; or
+    chains, although it has the `depth_max` of a drafter of trees."""
+
+    parents: tuple[int, ...] | None = tuple(range(WIDTH, 0, -1))
 
     def propose(self, params, memory, **text):
         memory, proposal = super().propose(params, memory, **text)
-        return memory, proposal.replace(parents=jnp.arange(WIDTH, 0, -1))
+        parents = self.parents and jnp.array(self.parents, jnp.int32)
+        return memory, proposal.replace(parents=parents)
 
 
 def test_parents_that_are_none_commit_nothing_wrong():
     """Fails if rows and acceptance read different trees from invalid parents."""
     for right in ("deep", "equal"):
-        checked([Ask(gamma=WIDTH)], right=right, drafter=Liar())
+        checked([Ask(gamma=WIDTH)], right=right, drafter=OtherParents())
 
 
 @pytest.mark.parametrize("rule", (slow("rejection"), "block"))
@@ -189,20 +197,169 @@ def test_rules_by_uniforms_are_greedy_at_temperature_zero(rule, right="second"):
     checked([Ask(gamma=WIDTH, run=3), Ask(gamma=4, run=2)], right=right, rule=rule)
 
 
-class NoTree(ScriptedTree):
-    """Proposes chains, although it has the `depth_max` of a drafter of trees."""
-
-    def propose(self, params, memory, **text):
-        memory, proposal = super().propose(params, memory, **text)
-        return memory, proposal.replace(parents=None)
-
-
 def test_what_cannot_be_a_tree_is_refused():
     with pytest.raises(ValueError, match="depth_max=3, and proposes no parents"):
-        checked([Ask()], drafter=NoTree())
+        checked([Ask()], drafter=OtherParents(parents=None))
     with pytest.raises(ValueError, match="object chooses the length of a chain"):
         scheduler_of("none", gamma_policy=object(), policy_state=())
     wide = goodput.RankGoodput(gamma_max=WIDTH + 1)
     ranks = {"gamma_policy": wide, "policy_state": wide.init(np.ones(WIDTH + 2))}
     with pytest.raises(ValueError, match=f"up to rank {WIDTH + 1}, and .*={WIDTH}:"):
         scheduler_of("none", **ranks)
+
+
+WIDEST = protocols.MAX_TREE_ROWS  # of a window, with the root's row
+REPEATS = (7, 3, 90, 7, 3, 41, 7, 3)
+WIDE = (
+    Ask(prompt=REPEATS, max_tokens=24, gamma=None, sampling=decoding.COLD),
+    Ask(prompt=REPEATS, max_tokens=20, gamma=None, sampling=decoding.WARM),
+    Ask(prompt=(9,), max_tokens=12, gamma=40, sampling=decoding.COLD),
+)
+WEIGHTS = decoding.perturbed(decoding.TARGET_PARAMS, 0.05)
+
+
+def of_own_tiles(real):
+    """Plants a fault: rows see only those nodes that are in their own tile."""
+
+    def layout(window, *, num_rows):
+        positions, branch = real(window, num_rows=num_rows)
+        columns = jnp.arange(num_rows)[None, :, None]
+        places = branch - window.start[:, None, None]
+        is_far = (places > 0) & (places // 80 < columns // 80)
+        return positions, branch - is_far.astype(branch.dtype)
+
+    return layout
+
+
+def of_drafts(setting, rows, num_slots):
+    """Returns a scheduler whose drafts are often wrong, so that trees matter."""
+    tree = tree_shapes.parse(f"8x8:{rows - 1}@1")
+    drafter = decoding.draft_drafter(impl=setting.target.impl).for_tree(tree)
+    return setting.scheduler(drafter, num_slots=num_slots, draft_params=WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("rows", "impl"), [slow(64, "native"), (WIDEST, "native"), slow(WIDEST, "xla")]
+)
+def test_tokens_are_those_of_decoding_at_each_budget(rows, impl):
+    """Fails if a row does not see a node of an earlier tile, or a branch is cut."""
+    setting = dataclasses.replace(decoding.setting_of(impl), capacity=400)
+    requests = [ask.request() for ask in WIDE]
+    scheduler = of_drafts(setting, rows, len(WIDE))
+
+    seen = []
+
+    def check(state):
+        seen.append(jax.device_get(state.slots))
+        decoding.assert_as_decoded(setting, state, WIDE)
+
+    # Up to 80 rows are one tile, in which the fault changes nothing.
+    faults = [(windows, "_layout", of_own_tiles)] * (rows > 80)
+    begin = lambda: decoding.admit(scheduler, requests)
+    planting.check_faults(scheduler.speculator, begin, faults, check)
+    # Nodes past the first 64 were proposed, and some of them were kept.
+    slots = seen[0]
+    assert slots.num_proposed[0] == (rows - 1) * slots.num_rounds[0]
+    assert slots.num_proposed[2] == 40 * slots.num_rounds[2]
+    if rows > 64:
+        assert np.asarray(slots.kept_by_rank)[:, 63:].sum() > 0
+
+
+@pytest.mark.slow
+def test_one_sequence():
+    """Fails if XLA aborts the process over columns that nothing reads: those of a lone
+    slot are not packed (`compilation.one_kernel`)."""
+    setting = dataclasses.replace(decoding.setting_of("native"), capacity=400)
+    state = decoding.rounds(of_drafts(setting, WIDEST, 1), WIDE[:1])
+    decoding.assert_as_decoded(setting, state, WIDE[:1])
+
+
+TAPS = (1, 0)  # not in order; of two layers, without the last output
+
+
+class Noted:
+    """A mixin that records the features that a drafter gets, beside its script."""
+
+    def init(self, *, capacity, page_size):
+        script = super().init(capacity=capacity, page_size=page_size)
+        table = jnp.full((script.shape[0], len(self.taps), 48), jnp.nan)
+        return {"script": script, "table": table, "end": jnp.int32(0)}
+
+    def prefill(self, params, memory, prompt, features):
+        script = super().prefill(params, memory["script"], prompt)
+        end = len(prompt) - 1
+        table = memory["table"].at[:end].set(features[:end])
+        return {"script": script, "table": table, "end": jnp.int32(end)}
+
+    def propose(self, params, memory, **asked):
+        _, proposal = super().propose(params, memory["script"], **asked)
+        return memory, proposal
+
+    def commit(self, params, memory, length, features=None):
+        if features is None:  # The slot is released.
+            return memory | {"end": length - 1}
+        steps = jnp.arange(features.shape[0])
+        at = memory["end"] + steps
+        at = jnp.where(at < length - 1, at, memory["table"].shape[0])
+        table = memory["table"].at[at].set(features, mode="drop")
+        return memory | {"table": table, "end": length - 1}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NotedChain(Noted, decoding.Scripted):
+    """Proposes the script."""
+
+    taps: tuple[int, ...] = TAPS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NotedTree(Noted, ScriptedTree):
+    """Proposes trees, right in some branches."""
+
+    taps: tuple[int, ...] = TAPS
+
+
+CHAIN, TREE = NotedChain(), NotedTree()
+
+
+def of_decoding(ask) -> np.ndarray:
+    """Returns the features of all but the last token of a text, from rows of many
+    columns, which give what decoding gives."""
+    kv, text = SMALL.target.new_cache(**SMALL.sizes), decoding.decoded(SMALL, ask)
+    how = {"taps": TAPS, "by_rows": True}
+    text = decoding.text(text)[:-1]
+    _, features = SMALL.target.prefill(SMALL.weights, kv, text, **how)
+    return np.asarray(features)[: len(text)]
+
+
+ASKS = (
+    Ask(max_tokens=24, run=2),
+    Ask(prompt=(9,), max_tokens=20, gamma=3, run=1),
+    Ask(prompt=tuple(range(30, 50)), max_tokens=18, run=3),
+    Ask(prompt=(7, 3, 90), max_tokens=9, gamma=0),
+)
+
+
+@pytest.mark.parametrize("drafter", [CHAIN, TREE], ids=["chain", "tree"])
+def test_features_are_those_of_decoding(drafter):
+    """Fails if features of a rejected row or another branch are given, or too many."""
+    scheduler = scheduler_of(drafter=drafter, num_slots=len(ASKS))
+    state = decoding.checked(SMALL, ASKS, scheduler=scheduler)
+    for slot, ask in enumerate(ASKS):
+        table = np.asarray(state.memory.slots["table"][slot])
+        expected = of_decoding(ask)
+        testing.assert_same_bits(table[: len(expected)], expected)
+        assert np.isnan(table[len(expected) :]).all()
+
+
+@pytest.mark.parametrize("impl", ["native", "xla"])
+def test_rows_have_the_features_of_the_sequence(impl):
+    """Compares features of rows with a sequence's, which equal Hugging Face's."""
+    model, prompt = decoding.setting_of(impl).target, list(range(30, 50))
+    made = []
+    for by_rows in (True, False):
+        kv, how = model.new_cache(**SMALL.sizes), {"taps": TAPS, "by_rows": by_rows}
+        _, features = model.prefill(SMALL.weights, kv, prompt, **how)
+        made.append(np.moveaxis(np.asarray(features)[: len(prompt)], 1, 0))
+    for found, expected in zip(*made, strict=True):
+        testing.assert_rows_close(found, expected, dtype="float32", reduction=200)

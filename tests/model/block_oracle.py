@@ -7,11 +7,12 @@ shares no code, no names and no fused weights with `spec_jax.model.block_draft`.
 import dataclasses
 
 import numpy as np
-from model.float64_layer import Head as _Head, attend, heads_of, mlp
+from model import eagle3_oracle
+from model.eagle3_oracle import attend, heads_of, mlp
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Head(_Head):
+class Head(eagle3_oracle.Head):
     """A block drafter, with the target's output projection in case it has none."""
 
     lm_head: np.ndarray  # [V, D], of the target
@@ -117,10 +118,8 @@ def selector(head: Head, before: int, h):
 
 
 def draft(head: Head, features, anchor: int, drawn=None):
-    """Drafts greedily; returns tokens, corrected logits `[W, Vd]` and survival.
-
-    With `drawn`, each slot reads one of these tokens as the token before it.
-    """
+    """Drafts greedily; returns tokens, corrected logits `[W, Vd]` and survival. With
+    `drawn`, each slot reads one of these tokens as the token before it."""
     h, U = backbone(head, features, anchor)
     rank, kind = head.said("markov_rank", 0), head.said("markov_head_type")
     state, before, survival = np.zeros(rank), anchor, 1.0

@@ -1,19 +1,73 @@
 """A float64 EAGLE-3 head in NumPy, from the published description of its formats.
 
 Works on the tensors of a file, by their published names, and on `config.json`: it
-shares no code, no names and no fused weights with `spec_jax.model.eagle3`.
+shares no code, no names and no fused weights with `spec_jax.model.eagle3`. Parts of a
+layer, row by row, are those of `block_oracle`, too.
 """
 
+import dataclasses
+from collections.abc import Mapping
+
 import numpy as np
-from model.float64_layer import Head as _Head, attend, heads_of, mlp
+from native import native_oracle as oracle
 
 
-class Head(_Head):
-    """An EAGLE-3 head; the names of its layer depend on the dialect."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Head:
+    """A head's `config.json` and tensors, and the target's embedding."""
+
+    config: Mapping  # as in the file
+    tensors: Mapping[str, np.ndarray]
+    embed: np.ndarray  # [V, D], of the target
+
+    @property
+    def layer(self) -> Mapping:
+        return self.config.get("transformer_layer_config", self.config)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return np.asarray(self.tensors[f"{name}.weight"], np.float64)
+
+    def norm(self, x, name: str):
+        return oracle.rms_norm(x, self[name], self.layer["rms_norm_eps"], float)
 
     def of_layer(self, number: int = 0) -> str:
         is_middle = "midlayer.hidden_norm.weight" in self.tensors
         return "midlayer" if is_middle and not number else f"layers.{number}"
+
+
+def rotate(x, position, theta):
+    """Rotates the two halves of one head by the angles of its position (RoPE)."""
+    half = x.shape[-1] // 2
+    angles = position * theta ** (-np.arange(half) / half)
+    return oracle.rotate(x, np.cos(angles), np.sin(angles), float)
+
+
+def heads_of(head: Head, prefix: str, name: str, x, position=None):
+    """Computes queries, keys or values of a row, `[heads, H]`; at a position, they are
+    rotated, and normed before that where there are norms."""
+    made = (head[f"{prefix}.{name}_proj"] @ x).reshape(-1, head.layer["head_dim"])
+    if position is None:
+        return made
+    if f"{prefix}.{name}_norm.weight" in head.tensors:
+        made = head.norm(made, f"{prefix}.{name}_norm")
+    return rotate(made, position, head.layer["rope_theta"])
+
+
+def attend(q, keys, values):
+    """Computes attention of a row's queries `[N, H]` to keys and values `[K, H]`."""
+    (N, H), K, out = q.shape, len(keys[0]), []
+    for n in range(N):
+        scores = np.array([key[n * K // N] @ q[n] for key in keys]) / np.sqrt(H)
+        probs = oracle.softmax(scores)
+        out.append(sum(p * v[n * K // N] for p, v in zip(probs, values, strict=True)))
+    return np.concatenate(out)
+
+
+def mlp(head: Head, prefix: str, x):
+    """Computes the gated MLP of one row."""
+    gate = head[f"{prefix}.gate_proj"] @ x
+    inner = gate / (1 + np.exp(-gate)) * (head[f"{prefix}.up_proj"] @ x)
+    return head[f"{prefix}.down_proj"] @ inner
 
 
 def fuse(head: Head, features):
@@ -41,10 +95,8 @@ def attention(head: Head, prefix: str, x, position: int, cache):
 
 
 def step(head: Head, g, token: int, position: int, caches):
-    """Runs one pair after the pairs in `caches`, which holds one cache a layer.
-
-    Returns the feature of the next step and the logits.
-    """
+    """Runs one pair after the pairs in `caches`, which holds one cache a layer. Returns
+    the feature of the next step and the logits."""
     e = np.asarray(head.tensors.get("embed_tokens.weight", head.embed)[token], float)
     first = head.of_layer()
     b = head.norm(g, f"{first}.hidden_norm")
@@ -82,14 +134,25 @@ def run(head: Head, features, tokens, *, num_own: int = 0):
     return tuple(np.stack(part) for part in (hidden, logits, *caches[0]))
 
 
-def draft(head: Head, features, tokens, *, count: int):
-    """Drafts by a parallel head after pairs of these features and tokens; returns
-    `count` tokens of the target, and their logits `[count, Vd]`."""
-    mask = np.asarray(head.tensors["mask_hidden"], float).reshape(-1)
-    masks = [mask] * (count - 1)
-    read = [*tokens, *[head.config["mask_token_id"]] * (count - 1)]
-    logits = run(head, [*features, *masks], read)[1][-count:]
-    chosen = logits.argmax(axis=-1)
-    if "d2t" in head.tensors:
-        chosen += head.tensors["d2t"][chosen]
-    return chosen.tolist(), logits
+def draft(head: Head, features, tokens, *, count: int, drawn=None):
+    """Drafts after pairs of these features and tokens; returns `count` tokens of the
+    target, and their logits `[count, Vd]`. A parallel head drafts all at once. With
+    `drawn`, a chain reads these tokens before later drafts instead of its own."""
+    if "mask_hidden" in head.tensors:
+        mask = np.asarray(head.tensors["mask_hidden"], float).reshape(-1)
+        masks = [mask] * (count - 1)
+        read = [*tokens, *[head.config["mask_token_id"]] * (count - 1)]
+        logits = run(head, [*features, *masks], read)[1][-count:]
+        return [named(head, row) for row in logits], logits
+    read, made, logits = [*tokens], [], []
+    for step in range(count):
+        logits.append(run(head, features, read, num_own=step)[1][-1])
+        made.append(named(head, logits[-1]))
+        read.append(made[-1] if drawn is None else int(drawn[step]))
+    return made, np.stack(logits)
+
+
+def named(head: Head, logits) -> int:
+    """Returns the target's token of the highest logit."""
+    best = int(logits.argmax())
+    return best + int(head.tensors["d2t"][best]) if "d2t" in head.tensors else best

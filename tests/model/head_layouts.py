@@ -116,12 +116,13 @@ def target_params() -> params_lib.Params:
     return params_lib.init(jax.random.key(9), TARGET, stddev=0.3)
 
 
-def make_params(config, dtype="float32"):
+def make_params(config, dtype="float32", *, target=None):
     """Makes random weights on the target's matrices; norms and biases too, so that an
     omitted or swapped one shows."""
-    init, given = eagle3_params.init, {"embed": target_params().embed, "hot": None}
+    target = target or target_params()
+    init, given = eagle3_params.init, {"embed": target.embed, "hot": None}
     if is_block(config):
-        init, given = block_params.init, given | {"lm_head": target_params().head}
+        init, given = block_params.init, given | {"lm_head": target.head}
     if config.draft_vocab_size < 96:
         hot = np.random.default_rng(4).permutation(96)[: config.draft_vocab_size]
         given["hot"] = jnp.asarray(np.sort(hot), jnp.int32)
@@ -129,7 +130,7 @@ def make_params(config, dtype="float32"):
     own = decoding.perturbed(made.replace(**dict.fromkeys(given)), 0.2)
     shared = {name: getattr(made, name) for name in given} | {"hot": None}
     if not is_block(config) and config.shares_head:
-        shared["lm_head"] = target_params().head[given["hot"]]
+        shared["lm_head"] = target.head[given["hot"]]
     return params_lib.cast(own.replace(**shared), dtype).replace(hot=given["hot"])
 
 

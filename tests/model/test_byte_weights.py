@@ -43,7 +43,6 @@ CONFIGS = {
         rotary_size=4,
     ),
 }
-FORMS = ("native", "xla")
 
 
 @pytest.fixture(params=CONFIGS)
@@ -137,10 +136,10 @@ def test_it_is_lossless(drafter, tree, form, of_target):
 def test_drafters_of_eight_bits(kind, tmp_path):
     """Fails if a drafter's matrices stay dense, if its embedding of tokens does not, or
     if the tokens are not the baseline's."""
-    target, draft = tiny_pair.write(tmp_path)
-    if kind != "draft-model":
-        draft = tiny_pair.WRITE_HEAD[kind](tmp_path / "head", target)
-    for impl in FORMS:
+    target, draft = tiny_pair.write(tmp_path, kind)
+    # Whether a matrix is in blocks of bytes; None if it is no matrix.
+    of_form = lambda w: weights.is_bytes(w) if len(w.shape) == 2 else None
+    for impl in ("native", "xla"):
         how = {"draft": draft, "drafter": kind, "impl": impl, "gamma_max": 3}
         both = [sj.load(target, **how, draft_weights=form) for form in (None, "q8_0")]
         dense, made = (params_lib.map_matrices(of_form, x.drafter_params) for x in both)
@@ -158,8 +157,7 @@ def test_drafters_of_eight_bits(kind, tmp_path):
 @pytest.mark.parametrize("form", ["q8_0", "q4_1"])
 def test_a_folder_with_copies_of_a_dense_target(form, tmp_path):
     """Fails if a copy of the target's dense matrix is refused, or another is not."""
-    target, _ = tiny_pair.write(tmp_path)
-    head = tiny_pair.WRITE_HEAD["dspark"](tmp_path / "head", target)
+    target, head = tiny_pair.write(tmp_path, "dspark")
     lm = sj.load(target, draft=head, drafter="dspark", weights=form)
     assert lm.drafter_params.embed is lm.params.embed
     config, params = load.load(target)
@@ -196,11 +194,6 @@ def test_it_is_lossless_on_each_kernel(impl, tmp_path):
     lm = load_pair(tmp_path, impl)
     assert "q8_0 and" in lm.card() and run.provenance(lm)["weights"] == "q8_0"
     assert sj.check_lossless(lm, ["import"], max_tokens=6).equal
-
-
-def of_form(w):
-    """Returns whether a matrix is in blocks of bytes; None if it is no matrix."""
-    return weights.is_bytes(w) if len(w.shape) == 2 else None
 
 
 def test_refusals(tmp_path):

@@ -14,11 +14,7 @@ from model import head_layouts as layouts
 from slow_cases import slow
 
 from spec_jax import testing, tree
-from spec_jax.model import (
-    eagle3,
-    qwen3,
-    row_model,
-)
+from spec_jax.model import eagle3, qwen3, row_model
 from spec_jax.paging import allocator, cache
 
 

@@ -188,10 +188,8 @@ def test_features_are_hugging_faces(case):
 
 
 def test_bfloat16(tmp_path):
-    """Fails if our logits are further from exact ones, in float32, than the oracle's.
-
-    A `rope_theta` that is 1 % off is not seen among bfloat16's roundings.
-    """
+    """Fails if our logits are further from exact ones, in float32, than the oracle's. A
+    `rope_theta` that is 1 % off is not seen among bfloat16's roundings."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     write_oracle(*CASES["qwen3"], tmp_path, dtype="bfloat16")

@@ -322,11 +322,9 @@ def test_llama3_rope_is_read_and_written(tmp_path):
 
 
 def test_taps_are_where_each_reader_looks():
-    """Fails if the taps are in only one of two places.
-
-    llama.cpp's converter looks beside `eagle_config` and, where it finds none, silently
-    takes its default layers; SGLang looks inside.
-    """
+    """Fails if the taps are in only one of two places. llama.cpp's converter looks
+    beside `eagle_config` and, where it finds none, silently takes its default layers;
+    SGLang looks inside."""
     raw = to_dict(dataclasses.replace(EAGLE, taps=(1, 3, 7)), "midlayer")
     assert raw[AUX] == raw["eagle_config"][AUX] == [1, 3, 7]
 

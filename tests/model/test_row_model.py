@@ -1,7 +1,9 @@
-"""A model of one slot and its cache: which rows it takes, and what it compiles to."""
+"""A model of one slot and its cache: which rows it takes, what it compiles to, and the
+peak memory of a prompt."""
 
 import dataclasses
 import functools
+import json
 import re
 
 import decoding
@@ -9,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from script_runs import run_python
 
 from spec_jax import testing
 from spec_jax.engine import baseline
@@ -38,8 +41,8 @@ def test_rows_that_do_not_follow_are_refused():
 
 def test_a_refusal_reaches_the_edge():
     """Fails if the check accepts a generation whose rows left a gap in the cache."""
-    model = decoding.quickest()
-    state = decoding.plain(max_tokens=1, target=model)
+    model = decoding.SMALL.target
+    state = decoding.decoded(decoding.SMALL, decoding.Ask(max_tokens=1))
     kv = state.cache.replace(length=state.cache.length - 1)
     check = functools.partial(baseline.check, vocab_size=model.config.vocab_size)
     check(state)
@@ -103,3 +106,37 @@ def test_a_native_step_is_one_call(num_layers):
     assert not re.search(r"\[4,8,2,16\]\S* copy\(", text)
     pools = 2 * num_layers * (4 * 8 * 2 * 16) * 2  # bytes of bfloat16
     assert compiled.memory_analysis().alias_size_in_bytes >= pools
+
+
+PREFILL = """
+import json, resource, jax, numpy as np, tiny_pair
+from spec_jax.model import params as params_lib, row_model
+
+config = tiny_pair.config(
+    vocab_size=96, hidden_size=16, intermediate_size=32, num_layers=2, num_heads=1,
+    num_kv_heads=1, head_dim=16, max_position_embeddings=65_536)
+model = row_model.RowModel(config=config, impl="native", slab=8)
+params = params_lib.prepare(params_lib.init(jax.random.key(0), config), "native")
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+def prefill(count):
+    kv = model.new_cache(capacity=count + 16, page_size=16)
+    tokens = np.random.default_rng(0).integers(0, 96, count).tolist()
+    kv, _ = model.prefill(params, kv, tokens)
+    assert int(kv.length[0]) == count
+    return jax.block_until_ready(kv)
+
+prefill(64)
+before = peak()
+kv = prefill(32_768)
+stored = sum(x.nbytes for x in jax.tree.leaves(kv))
+print(json.dumps([before, peak(), stored]))
+"""
+
+
+def test_a_prompt_of_32k_tokens_needs_no_square_of_memory():
+    """Fails if all attention scores are in memory at once: they take four gigabytes."""
+    done = run_python("-c", PREFILL)
+    assert done.returncode == 0, done.stderr
+    before, after, stored = json.loads(done.stdout)
+    assert after - before < 3 * stored + 2**26 < 0.05 * 4 * 32_768**2

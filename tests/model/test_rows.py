@@ -21,6 +21,7 @@ from spec_jax.model import (
     decoder,
     families,
     gpt_neox,
+    observe,
     params as params_lib,
     qwen2,
     row_model,
@@ -64,10 +65,8 @@ def make_params(config: config_lib.ModelConfig) -> params_lib.Params:
 
 
 def make_cache(config, *, page_size=16, table_width=20) -> cache.PagedKV:
-    """Makes two open slots in a pool full of NaN, the free pages in random order.
-
-    It has one shape unless a test is about the shape: `forward` is compiled once.
-    """
+    """Makes two open slots in a pool full of NaN, the free pages in random order. It
+    has one shape unless a test is about the shape: `forward` is compiled once."""
     num_pages = 2 * table_width + 7
     kv = cache.init(
         num_layers=config.num_layers, num_slots=2, num_pages=num_pages,
@@ -191,9 +190,7 @@ def model(request) -> Model:
 
 def assert_verifying_is_decoding(model, counts=(WINDOW,), **sizes):
     """Compares windows of these lengths with the oracle, and returns what it gives.
-
-    Native slabs are as low as their rows are few; other slabs are padded with NaN.
-    """
+    Native slabs are as low as their rows are few; other slabs are padded with NaN."""
     kv = model.fill(make_cache(model.config, **sizes))
     decoded_kv, decoded = model.decode_one_by_one(kv, window())
     assert np.isfinite(decoded.logits).all()
@@ -279,10 +276,8 @@ def test_a_neighbours_fault_is_caught(monkeypatch):
     ],
 )
 def test_the_prefill_of_a_row_model(dtype, impl, weights, most):
-    """Fails if the taller slab of a native prefill gives other bits than decoding.
-
-    With XLA the default is the batched prefill, whose bits differ.
-    """
+    """Fails if the taller slab of a native prefill gives other bits than decoding. With
+    XLA the default is the batched prefill, whose bits differ."""
     model = make_model(dtype, impl, weights=weights)
     rows = row_model.RowModel(config=model.config, impl=model.impl, slab=SLAB)
     tokens = text()[:64].tolist()  # 64 fill a bucket: padding would be `NAN_TOKEN`.
@@ -302,3 +297,74 @@ def test_the_prefill_of_a_row_model(dtype, impl, weights, most):
             testing.assert_same_bits(default, by_rows)
         wide = lambda kv: [np.asarray(x, np.float32) for x in kv]
         chex.assert_trees_all_close(wide(default), wide(by_rows), atol=most, rtol=most)
+
+
+LIVE = 3
+
+
+def observed(hook):
+    """Returns the cache and logits of three active rows of five after the prompt."""
+    model = make_model("bfloat16", "native")
+    kv = model.fill(make_cache(model.config))
+    how = {"slab": 5, "forward": compile_forward(observe=hook)}
+    kv, outputs = model.run(kv, window(count=LIVE), **how)
+    held = [cache.gather(kv, layer, 0, PREFIX + LIVE) for layer in range(2)]
+    return held, outputs.logits
+
+
+@functools.cache
+def unseen():
+    return observed(None)
+
+
+def key_of(layer, operation):
+    return operation if layer is None else f"{layer}:{operation}"
+
+
+def test_the_hook_sees_all_that_leaves_a_kernel_and_moves_no_bit():
+    """Fails if the hook misses or repeats an operation, or looking changes a bit."""
+    seen = {}
+
+    def record(layer, operation, value):
+        seen[key_of(layer, operation)] = value.reshape(5, -1).shape[1]
+        return value
+
+    testing.assert_same_bits(observed(record), unseen())
+    of_layer = observe.LEAVES_ROWS[1:-1]
+    config = make_config("bfloat16")
+    layers = [f"{n}:{name}" for n in range(config.num_layers) for name in of_layer]
+    assert list(seen) == ["embed", *layers, "logits"]
+    D, F = config.hidden_size, config.intermediate_size
+    N, K = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
+    widths = {"embed": D, "1:q": N, "1:k": K, "1:v": K, "1:k_cache": K}
+    widths |= {"0:v_cache": K, "0:attention": N, "0:attention_residual": D}
+    widths |= {"0:swiglu": F, "1:mlp_residual": D, "logits": config.vocab_size}
+    assert {key: seen[key] for key in widths} == widths
+
+
+@pytest.mark.parametrize(
+    ("key", "written_differs"), [("1:k_cache", True), ("1:swiglu", False)]
+)
+def test_what_the_hook_returns_goes_on(key, written_differs):
+    """Negative control: the hook changes one element of one row, which must be seen."""
+
+    def change(layer, operation, value):
+        if key_of(layer, operation) != key:
+            return value
+        flat = value.reshape(5, -1)
+        return flat.at[LIVE - 1, 0].add(1).reshape(value.shape)
+
+    held, logits = observed(change)
+    expected_held, expected_logits = unseen()
+    if written_differs:  # The layer reads the key before it is changed and stored.
+        testing.assert_same_bits(logits, expected_logits)
+    else:
+        testing.assert_same_bits(logits[: LIVE - 1], expected_logits[: LIVE - 1])
+        assert (logits[LIVE - 1] != expected_logits[LIVE - 1]).any()
+    differs = [
+        np.flatnonzero((testing.bits(ours) != testing.bits(theirs)).any(axis=(1, 2)))
+        for pair, other in zip(held, expected_held, strict=True)
+        for ours, theirs in zip(pair, other, strict=True)
+    ]
+    changed = {PREFIX + LIVE - 1} if written_differs else set()
+    assert set(np.concatenate(differs).tolist()) == changed

@@ -41,9 +41,7 @@ class Words:
 
 def oracle(raws, stops) -> tuple[bytes, int | None]:
     """Returns the bytes before the first complete stop text, and how many tokens stay.
-
-    If several are complete at the same byte, the longest one counts.
-    """
+    If several are complete at the same byte, the longest one counts."""
     text = b"".join(raws)
     for end in range(1, len(text) + 1):
         sizes = [len(stop) for stop in stops if text[:end].endswith(stop)]
@@ -74,9 +72,7 @@ def test_ends_are_those_of_the_oracle(raws, stops, turns):
 @given(raws=tokens_strategy(), stops=stops_strategy, special=st.integers(0, 12))
 def test_streamed_text_is_settled(raws, stops, special):
     """Fails if a stream takes back what it has shown, or holds back more than it must.
-
-    Token `special` counts in the search for stop texts, but is not shown.
-    """
+    Token `special` counts in the search for stop texts, but is not shown."""
     stops = [stop_texts.encode(stop) for stop in stops]
     words = Words(raws, [special])
     text = "".join(words.pieces(stops=stops, skip_special_tokens=True))

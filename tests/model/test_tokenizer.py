@@ -73,9 +73,7 @@ def test_pieces_of_text(small, text):
 @settings(max_examples=100)
 def test_decoding_is_that_of_the_library(small, ids):
     """Compares any ids: halves of characters, invalid bytes, ids past the vocabulary.
-
-    An added token whose letters stand for bytes is left out: the library garbles it.
-    """
+    An added token whose letters stand for bytes is left out: the library garbles it."""
     ids = [one for one in ids if one != small.backend.token_to_id("éé")]
     expected = small.backend.decode(ids, skip_special_tokens=False)
     assert small.decode(ids) == expected

@@ -10,7 +10,7 @@ _ATTENTION = "ops.paged_attention:paged_attention"
 _ROWS = "ops/test_row_attention.py::test_a_row_is_that_row_alone_and_float64s"
 _ALONE = "ops/test_row_contract.py::test_a_row_is_that_row_alone"
 _BLOCKS = "native/test_blocks.py::test_sums_are_in_the_order_of_blocks"
-_TILES = "pallas/test_pallas_skinny_gemm.py::test_eight_bits_on_tiles"
+_TILES = "pallas/test_pallas_plans.py::test_eight_bits_on_tiles"
 _WALK = "paging/test_random_walk.py::test_random_walks[paged]"
 _CONTRACT = "model/test_rows.py::test_verifying_equals_decoding_one_by_one"
 
@@ -69,11 +69,11 @@ KERNELS = (
     Mutant("NaN is swallowed by argmax", "ops.argmax:argmax",
            "jnp.argmax(logits, axis=-1)",
            "jnp.argmax(jnp.nan_to_num(logits, nan=-jnp.inf), axis=-1)",
-           "ops/test_argmax.py::test_it_is_numpys[xla-513]"),
+           "ops/test_draw.py::test_it_is_numpys[xla-513]"),
     Mutant("the last of equal logits wins", "ops.argmax:argmax",
            "jnp.argmax(logits, axis=-1)",
            "logits.shape[1] - 1 - jnp.argmax(logits[:, ::-1], axis=-1)",
-           "ops/test_argmax.py::test_it_is_numpys[xla-513]"),
+           "ops/test_draw.py::test_it_is_numpys[xla-513]"),
     Mutant("rows are turned by their neighbours' positions", "model.decoder:row_angles",
            "jax.lax.optimization_barrier(positions)",
            "jax.lax.optimization_barrier(jnp.roll(positions, 1))",
@@ -99,10 +99,10 @@ KERNELS = (
            "native/test_native_step.py::test_a_step_is_its_operations[float32-6]"),
     Mutant("chains begin one position late", "engine.rows:SlotRows.run_chains",
            "starts=starts,", "starts=starts + 1,",
-           "native/test_native_chains.py::test_drafts_are_those_of_single_steps[float32]"),
+           "native/test_native_step.py::test_drafts_are_those_of_single_steps[float32]"),
     Mutant("chains draft where there is no page", "engine.rows:_reserve_chains",
            "jnp.clip(counts, 0, room)", "counts",
-           "native/test_native_chains.py::test_without_pages_a_slot_goes_as_far_as_it_can"),
+           "native/test_native_step.py::test_without_pages_a_slot_goes_as_far_as_it_can"),
     Mutant("a native move forgets the values", "ops.page_move:page_move",
            "calls.move(\n            pools,",
            "pools[: len(pools) // 2] + calls.move("
@@ -125,7 +125,7 @@ PAGES = (
            "test_broken_tables_are_reported[a free page that is owned]"),
     Mutant("a position below zero is on the last page", "ops.page_write:locate",
            "wrap_negative_indices=False", "wrap_negative_indices=True",
-           "paging/test_index.py::test_outside_the_table_is_nowhere[0--1]"),
+           "paging/test_cache.py::test_outside_the_table_is_nowhere[0--1]"),
     Mutant("a padding row is written to the last page", "ops.page_write:page_write",
            "num_active, at, num_pages", "num_active, at, -1",
            "paging/test_cache.py::test_nothing_else_is_written"),
@@ -157,7 +157,7 @@ RULES = (
            "rules/test_sampling_noise.py::test_a_draw_depends_on_its_row_and_position"),
     Mutant("logits that are not finite are not counted",
            "engine.verification:finite_rows", "jnp.isfinite(top[:, 0])",
-           "jnp.isfinite(top[:, 0]) | True", "engine/test_nonfinite.py::"
+           "jnp.isfinite(top[:, 0]) | True", "engine/test_liars.py::"
            "test_each_token_from_such_logits_is_counted[1-coupled]"),
     Mutant("a histogram that misses a round is let pass", "analysis.metrics:identities",
            "[sum(c.accepted_hist), c.rounds]", "[c.rounds, c.rounds]",

@@ -29,7 +29,7 @@ ROUNDS = (
            "engine/test_baseline.py::test_a_full_static_cache_keeps_what_is_committed"),
 )  # fmt: skip
 
-_LAW = "rules/test_schedule_law.py::"
+_LAW = "rules/test_round_laws.py::"
 
 SCHEDULES = (
     Mutant("a schedule looks past the first fall", "gamma.schedule:schedule",
@@ -39,14 +39,14 @@ SCHEDULES = (
            "drafters.draft_slots:SlotDraftModel._step",
            "carry.known - length, self.gamma_max)",
            "carry.known - length + 1, self.gamma_max)",
-           "engine/test_scheduled_rounds.py::"
+           "engine/test_policies.py::"
            "test_survival_is_the_product_of_what_was_most_probable"),
     Mutant("all drafts are verified, whatever the schedule says", "engine.round:_draft",
            "proposal.replace(num_drafted=num_drafted)", "proposal",
-           "engine/test_scheduled_rounds.py::test_a_scheduled_batch_is_as_decoded"),
+           "engine/test_policies.py::test_a_scheduled_batch_is_as_decoded"),
     Mutant("a schedule is not told what a round brought", "engine.round:run_round",
            "commit_lib.settle(speculator.gamma_policy, slots, info)", "slots",
-           "engine/test_scheduled_rounds.py::"
+           "engine/test_policies.py::"
            "test_slots_that_are_refilled_know_that_drafting_does_not_pay"),
     Mutant("drafting costs a schedule nothing", "gamma.schedule:Schedule.settle",
            "step_s[num_active + num_verified] + state.draft_s[0]",
@@ -137,7 +137,7 @@ BLOCKS = (
            _ORACLE + "[dspark-xla]"),
     Mutant("a confidence of native kernels knows the token itself",
            "model.block_heads:run_slots", "[anchor[:, None], tokens[:, :-1]]",
-           "[tokens]", "native/test_native_slot_chains.py::"
+           "[tokens]", "native/test_native_children.py::"
            "test_slots_are_gone_over_as_one_by_one[all]"),
     Mutant("a token is drawn from other probabilities than are stated",
            "drafters.block:SlotBlock._go_over", "draw.put(probs, row, number)",
@@ -223,15 +223,15 @@ FEATURES = (
     Mutant("a feature is handed out one position early", "engine.round:_features",
            "verified.at[:, : depth_max + 1]",
            "jnp.roll(verified.at, 1, axis=1)[:, : depth_max + 1]",
-           "engine/test_features.py::test_features_are_those_of_decoding[chain]"),
+           "engine/test_trees.py::test_features_are_those_of_decoding[chain]"),
     Mutant("a feature is read one position late", "drafters.features:read",
            "start[:, None] +", "start[:, None] + 1 +", _PAIRS),
     Mutant("features of rejected rows are handed out", "engine.round:_features",
            "if outcome.path is not None:", "if False:",
-           "engine/test_features.py::test_features_are_those_of_decoding[tree]"),
+           "engine/test_trees.py::test_features_are_those_of_decoding[tree]"),
     Mutant("features are those of the next layer", "model.decoder:run_rows",
            "boundaries[tap]", "boundaries[tap + 1]",
-           "engine/test_features.py::test_rows_have_the_features_of_the_sequence[xla]"),
+           "engine/test_trees.py::test_rows_have_the_features_of_the_sequence[xla]"),
 )  # fmt: skip
 
 HEADS = (

@@ -129,10 +129,8 @@ def failure(test: str) -> BaseException | None:
 
 def is_outcome(error: BaseException) -> bool:
     """Returns whether an error is the outcome of a check, and not of a broken program.
-
     Outcomes are failed assertions, except those of jax itself, and errors that the
-    package raises itself, of types that no typing mistake in a mutant raises.
-    """
+    package raises itself, of types that no typing mistake in a mutant raises."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     home = frame.f_globals["__name__"].partition(".")[0]
     if isinstance(error, (AssertionError, pytest.fail.Exception)):

@@ -17,7 +17,7 @@ HARMLESS = Mutant(
     "paging.index:pages_for",
     "if not isinstance(length, jax.Array):\n        return -(-length // page_size)",
     "if True:\n        return -((0 - length) // page_size)",
-    "paging/test_index.py::test_pages_for_covers_exactly[4]",
+    "paging/test_cache.py::test_pages_for_covers_exactly[4]",
 )
 FAULTY, CRASHING = (
     dataclasses.replace(
@@ -61,6 +61,6 @@ def test_what_a_fault_gives():
         assert failure(HARMLESS.caught_by) is None
     with CRASHING.planted(), pytest.raises(AttributeError, match="nothing"):
         failure(CRASHING.caught_by)
-    for gone in ("paging/test_index.py::test_gone", "paging/test_gone.py"):
+    for gone in ("paging/test_cache.py::test_gone", "paging/test_gone.py"):
         with pytest.raises(OutOfDateError, match="pytest finds no test paging/test_"):
             failure(gone)

@@ -80,10 +80,8 @@ def _is_installed() -> bool:
 
 
 def install(isa: str, monkeypatch) -> None:
-    """Makes `isa`, one of `FLAGS`, an instruction set for this test only.
-
-    Skips without SIMD Everywhere, or fails where `SPEC_JAX_REQUIRE_SIMDE=1` is set.
-    """
+    """Makes `isa`, one of `FLAGS`, an instruction set for this test only. Skips without
+    SIMD Everywhere, or fails where `SPEC_JAX_REQUIRE_SIMDE=1` is set."""
     if not _is_installed():
         message = "no SIMD Everywhere (Debian: libsimde-dev) to emulate AVX-512 with"
         if os.environ.get("SPEC_JAX_REQUIRE_SIMDE") == "1":
@@ -94,10 +92,8 @@ def install(isa: str, monkeypatch) -> None:
 
 
 def main() -> None:
-    """Builds the kernels for every instruction set that tests run.
-
-    Run it before tests in several processes, each of which would build all of them.
-    """
+    """Builds the kernels for every instruction set that tests run. Run it before tests
+    in several processes, each of which would build all of them."""
     with pytest.MonkeyPatch.context() as patch:
         for isa in every(amx=True):
             load(isa, patch)

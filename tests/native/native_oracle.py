@@ -5,6 +5,7 @@ product there is also `SumOrder`: the order of operations of each instruction se
 """
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,11 +26,9 @@ def normal(rng, shape, dtype, scale=1.0) -> np.ndarray:
 
 
 def assert_rounded_alike(actual, expected) -> None:
-    """Asserts that few elements differ at all: only some at the edge of a rounding.
-
-    A rounding too many or too few moves a third of them. It suits bfloat16 and norms
-    near one: float32 sums differ from float64 ones in most elements.
-    """
+    """Asserts that few elements differ at all: only some at the edge of a rounding. A
+    rounding too many or too few moves a third of them. It suits bfloat16 and norms near
+    one: float32 sums differ from float64 ones in most elements."""
     actual, expected = wide(actual, expected)
     differing = np.mean(actual != expected)
     assert differing < 0.06, f"{differing:.0%} of {actual.size} elements differ"
@@ -55,35 +54,23 @@ class SumOrder:
 
     def project(self, x, w) -> np.ndarray:
         """Returns `x @ w.T` in float32, for `x` and `w` of one dtype."""
-        if x.dtype != np.float32 and self.has_tiles:
-            return self._project_tiles(x, w)
-        by_pairs = self.has_pairs and x.dtype != np.float32
-        flush = flush_denormals if by_pairs else lambda value: value
+        is_narrow = x.dtype != np.float32
+        by_tiles, by_pairs = is_narrow and self.has_tiles, is_narrow and self.has_pairs
+        flush = flush_denormals if by_tiles or by_pairs else lambda value: value
         x, w = (flush(np.asarray(a, np.float32)) for a in (x, w))
+        if by_tiles:
+            x, w = (np.pad(a, ((0, 0), (0, -a.shape[1] % 32))) for a in (x, w))
         order = np.arange(x.shape[1])
         if by_pairs:  # The zero past an odd end adds nothing.
             order = np.sort(order ^ 1) ^ 1
         sums = np.zeros((x.shape[0], w.shape[0]), np.float32)
-        for k in order:
-            sums = flush(self._add(x[:, None, k], w[None, :, k], sums))
-        return sums
-
-    def _project_tiles(self, x, w) -> np.ndarray:
-        missing = (0, 0), (0, -x.shape[1] % 32)
-        x, w = (np.pad(np.asarray(a, np.float32), missing) for a in (x, w))
-        x, w = flush_denormals(x), flush_denormals(w)
-        sums = np.zeros((x.shape[0], w.shape[0]), np.float32)
-        for first in range(0, x.shape[1], 32):
-            halves = []
-            for odd in (0, 1):
-                half = np.zeros_like(sums)
-                for k in range(first + odd, first + 32, 2):
-                    half = flush_denormals(
-                        self._add(x[:, None, k], w[None, :, k], half)
-                    )
-                halves.append(half)
-            both = flush_denormals(halves[0] + halves[1])
-            sums = flush_denormals(sums + both)
+        add = lambda sums, k: flush(self._add(x[:, None, k], w[None, :, k], sums))
+        if not by_tiles:
+            return functools.reduce(add, order, sums)
+        zeros = np.zeros_like(sums)
+        for tile in order.reshape(-1, 32):
+            even, odd = (functools.reduce(add, tile[n::2], zeros) for n in (0, 1))
+            sums = flush(sums + flush(even + odd))
         return sums
 
     def project_bytes(self, x, w, *, order=None, neighbour=0) -> np.ndarray:
@@ -130,6 +117,11 @@ SUM_ORDERS = {
     "avx2": SumOrder(),
     "portable": SumOrder(fused=False),
 }
+
+
+def order_of(isa: str) -> SumOrder:
+    """Returns the order of an instruction set, of its emulation or a variant of it."""
+    return SUM_ORDERS[isa.removeprefix("emulated_").split("_")[0]]
 
 
 def flush_denormals(x) -> np.ndarray:
@@ -261,10 +253,8 @@ def make_slab(
 
 
 def attend(slab: Slab, *, eps, scale, window=2**30):
-    """Returns attended heads `[R, N * H]` and both pools; rows are active and mapped.
-
-    A row sees the last `window` keys, its own included.
-    """
+    """Returns attended heads `[R, N * H]` and both pools; rows are active and mapped. A
+    row sees the last `window` keys, its own included."""
     dtype = slab.heads.dtype
     R, (_, _, K, H) = slab.num_rows, slab.k_pages.shape
     heads = wide(slab.heads)[0].reshape(R, -1, H)

@@ -1,4 +1,4 @@
-"""Weights of eight or four bits: rounding as in llama.cpp, panels, order of sums."""
+"""Panels of weights, in full or of eight or four bits: rounding, and order of sums."""
 
 import emulation
 import jax.numpy as jnp
@@ -8,10 +8,11 @@ import pytest
 from ops import row_contract
 
 from spec_jax import testing
-from spec_jax.native import blocks, build, calls
+from spec_jax.native import blocks, build, calls, panels
 
 
 SHAPES = ((1, 1), (16, 32), (40, 129))
+DTYPES = ("float32", "bfloat16")
 
 
 @pytest.fixture(params=(*emulation.every(), *emulation.VARIANTS))
@@ -86,23 +87,50 @@ def test_panels_keep_every_bit(rng, isa, form, shape):
     testing.assert_same_bits(rows, blocks.matrix(w)[index])
 
 
-def kernels_of(isa: str) -> str:
-    return isa.removeprefix("emulated_").removesuffix("_plain").removesuffix("_vnni")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ((1, 1), (17, 3), (40, 33), (5, 0), (0, 5)))
+def test_panels_of_a_matrix_keep_every_bit(rng, isa, dtype, shape):
+    """Fails if a value is lost, moved or rounded, where NaN keeps its payload; or if
+    another row is taken, by JAX or by the kernel."""
+    w = oracle.normal(rng, shape, dtype)
+    if w.size:
+        bits = w.reshape(-1).view(f"uint{8 * w.dtype.itemsize}")
+        bits[-1] = np.array(2**31 - 77, np.uint32).astype(bits.dtype)  # a NaN
+    packed = calls.pack(w, isa=isa)
+    assert packed.data.shape == panels.packed_shape(shape, dtype)
+    assert packed.shape == shape and packed.dtype == w.dtype
+    testing.assert_same_bits(np.asarray(panels.unpack(packed)), w)
+    if w.size:
+        index = np.int32([shape[0] - 1, 0, shape[0] // 2])
+        taken = calls.take_rows(packed, index, num_active=np.int32(3), isa=isa)
+        for rows in (taken, panels.take_rows(packed, index[None])[0]):
+            testing.assert_same_bits(np.asarray(rows), w[index])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_matrix_gives_the_bits_of_its_panels(rng, isa, dtype):
+    """Fails if products of a matrix and of its panels differ in a bit."""
+    x, w = (oracle.normal(rng, (n, 33), dtype) for n in (3, 40))
+    how = {"norm": np.ones(33, w.dtype), "num_active": np.int32(3), "eps": 1e-6}
+    gate = row_contract.compiled("gate", isa)
+    matrix, panels_of_it = (
+        (row_contract.sums(isa, x, weight), np.asarray(gate(x, weight, **how)))
+        for weight in (w, calls.pack(w))
+    )
+    testing.assert_same_bits(panels_of_it, matrix)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("K", "N"), [(129, 40), (577, 20)])
 def test_sums_are_in_the_order_of_blocks(rng, isa, form, dtype, K, N):
-    """Fails if a sum has another order, or depends on the number of rows.
-
-    Negative controls: another order, a neighbour's scale and minimum.
-    """
+    """Fails if a sum has another order, or depends on the number of rows. Negative
+    controls: another order, a neighbour's scale and minimum."""
     x, w = oracle.normal(rng, (9, K), dtype), make(rng, form, N, K, dtype)
     # The extremes of integers, and rows of both signs.
     least, most = (-128, 127) if form == "q8_0" else (0x00, 0xFF)
     w = w.replace(values=w.values.at[:, 0].set(least).at[:, 1].set(most))
     x[:, :64] = np.where(rng.integers(0, 2, (9, 64)), 3, -3)
-    order = oracle.SUM_ORDERS[kernels_of(isa)]
+    order = oracle.order_of(isa)
     expected = order.project_bytes(x, w)
     for live in range(1, 10):
         found = row_contract.sums(isa, x, w, live)

@@ -136,13 +136,8 @@ def test_a_folder_of_somebody_else_is_refused(home, compiler, monkeypatch):
         build.open_library(path, "portable")
 
 
-def _becomes_a_link(home):
-    home.rename(home.with_name("elsewhere"))
-    home.symlink_to(home.with_name("elsewhere"))
-
-
 UNSAFE = {
-    "not a folder": _becomes_a_link,
+    "not a folder": lambda at: at.symlink_to(at.rename(at.with_name("elsewhere"))),
     "mode 770 lets others write": lambda home: home.chmod(0o770),
 }
 

@@ -15,10 +15,8 @@ def _loaded(request, monkeypatch) -> str:
 
 @pytest.fixture(params=["xla", "interpret", *emulation.every()])
 def impl(request, monkeypatch) -> str:
-    """Loads XLA, interpreted Triton kernels and each native instruction set, in turn.
-
-    A test may ask for "native": the operation's own choice of an instruction set.
-    """
+    """Loads XLA, interpreted Triton kernels and each native instruction set, in turn. A
+    test may ask for "native": the operation's own choice of an instruction set."""
     return _loaded(request, monkeypatch)
 
 

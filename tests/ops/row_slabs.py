@@ -76,10 +76,8 @@ def rows_alone(slab, attend):
 
 
 def assert_row_contract(slab, attend):
-    """Asserts that rows give the same bits alone and together, at any place.
-
-    Returns the results of `rows_alone`.
-    """
+    """Asserts that rows give the same bits alone and together, at any place. Returns
+    the results of `rows_alone`."""
     R = slab.num_rows
     alone, *pools = rows_alone(slab, attend)
     assert np.isfinite(alone.astype(np.float32)).all()

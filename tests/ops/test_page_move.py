@@ -18,14 +18,10 @@ TABLE = np.array([[5, 0, 2], [3, 6, P]], np.int32)  # the last page does not exi
 
 # Slot, source, target, whether it is made: a chain of moves, each read before it is
 # overwritten; an exchange in the other slot; a move not made; and one onto itself.
-MOVES = np.array(
-    [
-        *((0, 3, 1, 1), (0, 4, 3, 1), (0, 9, 4, 1)),
-        *((1, 6, 0, 1), (1, 0, 6, 1)),
-        *((0, 10, 11, 0), (1, 2, 2, 1)),
-    ],
-    np.int32,
-)
+MOVES = np.int32([
+    (0, 3, 1, 1), (0, 4, 3, 1), (0, 9, 4, 1), (1, 6, 0, 1), (1, 0, 6, 1),
+    (0, 10, 11, 0), (1, 2, 2, 1),
+])  # fmt: skip
 
 
 def pools_of(rng, dtype, count=3):

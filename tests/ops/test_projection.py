@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from native import emulation, native_oracle as oracle
-from ops import products, row_contract
+from ops import row_contract
 
 from spec_jax import testing
 from spec_jax.native import blocks
@@ -33,7 +33,7 @@ def test_products_are_those_of_float64(rng, impl, name, dtype):
     if impl == "interpret":
         dtype = "bfloat16"
     for K, N in SIZES:
-        product = products.Product(K=K, N=N, dtype=dtype, **PRODUCTS[name])
+        product = row_contract.Product(K=K, N=N, dtype=dtype, **PRODUCTS[name])
         rows, weights = product.inputs(rng)
         y, expected = run(impl, product, rows, weights), product.expected(rows, weights)
         assert y.dtype == jnp.dtype(product.out_dtype or dtype)
@@ -64,7 +64,7 @@ def test_products_of_blocks_are_those_of_float64(rng, impl, name, dtype, form):
     if impl == "interpret" and (dtype == "float32" or form == "q4_1"):
         pytest.skip("the kernels of a GPU multiply bfloat16, and no four bits")
     shape = {"K": 161, "N": 40, "dtype": dtype, **PRODUCTS[name]}
-    product = products.Product(form=form, **shape)
+    product = row_contract.Product(form=form, **shape)
     rows, weights = product.inputs(rng)
     y, expected = run(impl, product, rows, weights), product.expected(rows, weights)
     # XLA may round a norm otherwise, which moves an integer: a hundredth of an element.
@@ -84,7 +84,7 @@ def test_products_of_blocks_are_those_of_float64(rng, impl, name, dtype, form):
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_nan_and_inf_stay_in_their_row_and_column(rng, impl, value):
     """Fails if an element reaches another row's or column's sum, or is swallowed."""
-    product = products.Product(K=33, N=40, has_norm=False, out_dtype="float32")
+    product = row_contract.Product(K=33, N=40, has_norm=False, out_dtype="float32")
     rows, weights = product.inputs(rng, 9)
     clean = run(impl, product, rows, weights)
     rows["x"][3, 32] = weights["w"][6, 0] = value

@@ -21,10 +21,8 @@ CASES = {
 @pytest.mark.parametrize("dtype", CASES)
 def test_a_row_is_that_row_alone_and_float64s(rng, impl, dtype):
     """Fails if a neighbour, a padding row, an unowned page or a later position is seen.
-
-    Slot 0 begins empty, slot 1 crosses a page, slots 2 and 3 a split: rows see keys
-    on both sides of each edge.
-    """
+    Slot 0 begins empty, slot 1 crosses a page, slots 2 and 3 a split: rows see keys on
+    both sides of each edge."""
     (N, K, H), page_size, has_norms = CASES[dtype]
     crossing = page_size - 1
     rows = slabs.window((0, 3), (crossing, crossing + 3), (62, 66), (30, 36))
@@ -70,10 +68,8 @@ BRANCH = np.arange(-7, 1, dtype=np.int32)
 @pytest.mark.parametrize("window", [1, 5, 32, 40])
 def test_a_window(rng, impl, window):
     """Fails if a row sees a key before its window, or misses one in it, or if its bits
-    depend on how far back its neighbours see.
-
-    Rows lie in several blocks, splits and slots; keys that no row sees are NaN.
-    """
+    depend on how far back its neighbours see. Rows lie in several blocks, splits and
+    slots; keys that no row sees are NaN."""
     rows = slabs.window((0, 3), (70, 74), (126, 131))
     slab = oracle.make_slab(
         rng, rows, dtype="float32", N=4, K=2, H=16, page_size=8,
@@ -85,17 +81,14 @@ def test_a_window(rng, impl, window):
             slab.v_pages[slab.locate(slot, position)] = np.nan
     attend = functools.partial(slabs.run, impl, window=window)
     if impl == "interpret":  # Its keys before a window must be finite.
-        slab = dataclasses.replace(
-            slab,
-            k_pages=np.nan_to_num(slab.k_pages),
-            v_pages=np.nan_to_num(slab.v_pages),
-        )
+        finite = {x: np.nan_to_num(getattr(slab, x)) for x in ("k_pages", "v_pages")}
+        slab = dataclasses.replace(slab, **finite)
     R = len(rows)
     out, *_ = attend(slabs.in_slab(slab, range(R)), R)
     expected, *_ = oracle.attend(slab, **slabs.numbers(slab), window=window)
     near = {"dtype": "float32", "reduction": 16 + window}
     testing.assert_rows_close(out[:R], expected, **near)
-    alone, *_ = slabs.rows_alone(slab, lambda one, live: attend(one, live))
+    alone, *_ = slabs.rows_alone(slab, attend)
     testing.assert_same_bits(out[:R], alone)
     other, *_ = oracle.attend(slab, **slabs.numbers(slab), window=window + 1)
     if not np.isnan(other).any():  # Negative control: one key more.
@@ -129,10 +122,8 @@ def paged_otherwise(page_size, *, width=None):
 
 
 def test_pages_and_table_width_do_not_matter(impl):
-    """Fails if bits depend on where a prefix lies, or on what it might grow to.
-
-    A page of 128 positions holds all of the text, and its table has another page.
-    """
+    """Fails if bits depend on where a prefix lies, or on what it might grow to. A page
+    of 128 positions holds all of the text, and its table has another page."""
     slabs_ = paged_otherwise(8), paged_otherwise(128, width=2)
     one, other = (slabs.run(impl, slab, 2)[0][:2] for slab in slabs_)
     testing.assert_same_bits(other, one)
@@ -214,20 +205,14 @@ def path(node: int) -> list[int]:
 
 
 def tree_slab(rng):
-    """Returns rows of the tree and of a chain in slot 0, and where their keys lie.
-
-    Rows of one position have one rotation. Slot 1 has a page for every node.
-    """
+    """Returns rows of the tree and of a chain in slot 0, and where their keys lie. Rows
+    of one position have one rotation. Slot 1 has a page for every node."""
     rows = [(1, 62 + node) for node in range(NODES)] + [(0, 10), (0, 11)]
     slab = slabs.small_slab(rng, "float32", rows=rows)
     positions = [61 + len(path(node)) for node in range(NODES)] + [10, 11]
     first = [positions.index(position) for position in positions]
-    slab = dataclasses.replace(
-        slab,
-        positions=np.asarray(positions, np.int32),
-        cos=slab.cos[first],
-        sin=slab.sin[first],
-    )
+    turned = {"cos": slab.cos[first], "sin": slab.sin[first]}
+    slab = dataclasses.replace(slab, positions=np.int32(positions), **turned)
     branches = [[*range(62), *(62 + i for i in path(node))] for node in range(NODES)]
     branches += [list(range(position + 1)) for position in (10, 11)]
     return slab, np.asarray([branch[-WIDTH:] for branch in branches], np.int32)

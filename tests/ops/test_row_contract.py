@@ -1,5 +1,6 @@
 """Operations on rows: the row contract of every implementation, and values of some."""
 
+import decimal
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from native import emulation, native_oracle as oracle
-from ops import products, row_contract
+from ops import row_contract
 from slow_cases import slow
 
 from spec_jax import testing
@@ -42,7 +43,7 @@ PRODUCTS = {
 def product(rng, impl, name) -> Case:
     is_wide = name == "project" and impl != "interpret"
     dtype = "float32" if is_wide else "bfloat16"
-    made = products.Product(dtype=dtype, **PRODUCTS[name])
+    made = row_contract.Product(dtype=dtype, **PRODUCTS[name])
     rows, weights = made.inputs(rng, ROWS)
     call = row_contract.compiled("gate" if made.is_gate else "project", impl)
     return Case(lambda rows, live: call(**made.arguments(rows, weights, live)), rows)
@@ -148,3 +149,18 @@ def test_rows_that_depend_on_others_are_caught(rng, fault):
     row_contract.assert_row_contract(lambda x, live: 2 * x, rows)
     with pytest.raises(AssertionError, match="elements differ"):
         row_contract.assert_row_contract(FAULTS[fault], rows)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "theta"), [(64, 1e4), (80, 1e4), (128, 1e6), (128, 5e6)]
+)
+def test_frequencies_have_the_same_bits_everywhere(head_dim, theta):
+    """Compares with powers that have 50 digits and are rounded once. Fails on
+    processors with AVX-512 if the power is NumPy's in float32.
+    """
+    with decimal.localcontext(prec=50):
+        base = decimal.Decimal(float(np.float32(theta)))
+        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+        powers = [float(base ** decimal.Decimal(float(x))) for x in exponents]
+    expected = np.float32(1) / np.array(powers, np.float32)
+    testing.assert_same_bits(rope.inverse_frequencies(head_dim, theta), expected)

@@ -141,9 +141,7 @@ class Model:
         return outcome
 
     def _is_out_of_pages(self, slot, out_of_pages):
-        self.out_of_pages = (
-            self.out_of_pages | {slot} if out_of_pages else self.out_of_pages - {slot}
-        )
+        (self.out_of_pages.add if out_of_pages else self.out_of_pages.discard)(slot)
         return out_of_pages
 
 
@@ -190,10 +188,8 @@ class Walk:
             # A closed static slot keeps its pages: bytes written there mean nothing.
             is_own = np.arange(SLOTS * WIDTH) // WIDTH == slot
             kept = lambda old, new: np.where(is_own[:, None, None, None], old, new)
-            k, v = (
-                tuple(map(kept, getattr(before, x), getattr(after, x))) for x in "kv"
-            )
-            self.kv = after = after.replace(k=k, v=v)
+            pools = {x: map(kept, getattr(before, x), getattr(after, x)) for x in "kv"}
+            self.kv = after = after.replace(k=tuple(pools["k"]), v=tuple(pools["v"]))
         assert self._tables() == self._expected_tables(slot, outcome)
         if outcome != "done":
             flags = {"refused": before.refused, "out_of_pages": before.out_of_pages}

@@ -1,4 +1,4 @@
-"""Bytes in pages: writes, reads, and the check that no page is lost."""
+"""Bytes in pages: places, writes, reads, and the check that no page is lost."""
 
 import functools
 
@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from spec_jax import testing
-from spec_jax.paging import allocator, cache, static
+from spec_jax.ops import page_write
+from spec_jax.paging import allocator, cache, index, static
 
 
 SIZES = {
@@ -34,11 +35,7 @@ def make_cache():
     return jax.lax.fori_loop(0, 3, open_slot, kv)
 
 
-@functools.partial(jax.jit, static_argnames=("layer",))
-def write(kv, layer, slots, positions, num_active, k, v):
-    return cache.write(
-        kv, layer, slots=slots, positions=positions, num_active=num_active, k=k, v=v
-    )
+write = jax.jit(cache.write, static_argnames=("layer",))
 
 
 @functools.partial(jax.jit, static_argnames=("layer", "slot"))
@@ -55,7 +52,8 @@ def test_nothing_else_is_written():
     positions = np.array([3, 4, -1, 0, 0, 0], np.int32)
     k, v = np.random.default_rng(0).standard_normal((2, ROWS, 2, 3))
     k, v = k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
-    kv = write(before, 1, slots, positions, np.int32(ROWS - 1), k, v)
+    where = {"slots": slots, "positions": positions, "num_active": np.int32(ROWS - 1)}
+    kv = write(before, 1, k=k, v=v, **where)
     page = int(before.page_table[0, 0])
     for pool, old, row in ((kv.k, before.k, k[0]), (kv.v, before.v, v[0])):
         expected = np.array(old[1])
@@ -77,7 +75,8 @@ def test_rows_are_cast_to_the_pools_dtype():
     kv = make_cache()
     row = np.full((ROWS, 2, 3), 1 + 2.0**-8 + 2.0**-9, np.float32)
     at = np.zeros(ROWS, np.int32)
-    kv = write(kv, 0, at, at, np.int32(1), row, row)
+    where = {"slots": at, "positions": at, "num_active": np.int32(1)}
+    kv = write(kv, 0, k=row, v=row, **where)
     expected = jnp.full((1, 2, 3), 1 + 2.0**-7, jnp.bfloat16)  # rounded to nearest
     testing.assert_same_bits(read(kv, 0, 0)[0][:1], expected)
 
@@ -122,10 +121,6 @@ def at(name, index, value):
     return spoil
 
 
-def number(change):
-    return lambda kv: kv.replace(num_free=kv.num_free + change)
-
-
 def both(first, second):
     return lambda kv: second(first(kv))
 
@@ -139,15 +134,15 @@ BROKEN = {
         "a free page that is owned": (
             at("free_pages", 0, lambda kv: kv.page_table[2, 0]), "pages held twice: "),
         "a page lost from the stack": (
-            both(number(-1), at("free_pages", lambda kv: kv.num_free, NO_PAGE)),
+            both(at("num_free", (), 5), at("free_pages", 5, NO_PAGE)),
             r"pages lost: \[\d+\]; pages held twice: \[\]"),
         "a stale table entry": (
             at("page_table", (1, 1), lambda kv: kv.free_pages[0]),
             "slot 1: stale entries past its 1 pages"),
-        "a stale stack entry": (number(-1), "stale entries past the 5 free pages"),
+        "a stale stack entry": (at("num_free", (), 5), "stale .* the 5 free pages"),
         "a page that does not exist": (
             at("page_table", (0, 1), NO_PAGE), "pages lost: "),
-        "num_free out of range": (number(99), r"num_free=105 is outside"),
+        "num_free out of range": (at("num_free", (), 105), "num_free=105 is outside"),
         "too many pages owned": (at("num_owned", 1, 6), "slot 1 owns 6 of 5 pages"),
         "length past the pages": (
             at("length", 1, 5), "slot 1: length 5 exceeds its 1 pages of 4"),
@@ -194,3 +189,33 @@ def test_broken_tables_are_reported(fault):
     check(make())
     with pytest.raises(ValueError, match=message):
         check(spoil(make()))
+
+
+NOWHERE = np.iinfo(np.int32).max
+TABLE = np.array([[7, 2, 5], [1, 9, 11]], np.int32)  # 11 is P: no page is owned
+
+locate = jax.jit(page_write.locate, static_argnames=("page_size",))
+
+
+@pytest.mark.parametrize(
+    ("slot", "position"),
+    [(0, -1), (0, -5), (1, 12), (0, 10**6), (-1, 0), (-2, 3), (2, 0), (-1, -1)],
+)
+def test_outside_the_table_is_nowhere(slot, position):
+    """Fails if an index outside the table finds a page; negative ones must not wrap."""
+    asked = {"slots": np.int32([slot, 1]), "positions": np.int32([position, 0])}
+    pages, _ = locate(TABLE, page_size=4, **asked)
+    np.testing.assert_array_equal(pages, [NOWHERE, 1])
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 256])
+def test_pages_for_covers_exactly(page_size):
+    """Fails if a length near a page boundary takes one page too many or too few, or if
+    the largest int32 overflows to a negative number of pages."""
+    for length in (0, 1, page_size - 1, page_size, page_size + 1, 3 * page_size):
+        pages = index.pages_for(length, page_size)
+        assert (pages - 1) * page_size < length <= pages * page_size
+    traced = index.pages_for(jnp.arange(9, dtype=jnp.int32), page_size)
+    assert traced.tolist() == [index.pages_for(n, page_size) for n in range(9)]
+    largest = jnp.int32(2**31 - 1)
+    assert int(index.pages_for(largest, page_size)) == -(-(2**31 - 1) // page_size)

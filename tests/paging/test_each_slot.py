@@ -24,10 +24,8 @@ IMPLS = ["xla", "interpret"]
 
 
 def appended(length, number):
-    """Returns the end and the count of the rows that a number appends to a slot.
-
-    -1 and `LARGEST` ask for rows that do not follow the slot's last position.
-    """
+    """Returns the end and the count of the rows that a number appends to a slot. -1 and
+    `LARGEST` ask for rows that do not follow the slot's last position."""
     start = jnp.where(number == -1, length + 1, length)
     start = jnp.where(number == LARGEST, LARGEST - 2, start)
     count = jnp.where(number == LARGEST, 3, jnp.where(number == -1, 1, number % 14))
@@ -58,9 +56,9 @@ def append(kv, slot, number):
 
 
 NAMES = ("reserve", "extend", "truncate")
-SINGLE = {name: getattr(allocator, name) for name in NAMES}
+SINGLE = {name: getattr(allocator, name) for name in NAMES} | {"append": append}
+SINGLE = {name: jax.jit(function) for name, function in SINGLE.items()}
 EACH = {name: getattr(allocator, f"{name}_each") for name in NAMES}
-SINGLE |= {"append": append}
 EACH |= {"append": append_each}
 WITH_KERNELS = {"truncate", "append"}
 
@@ -85,19 +83,9 @@ def make(kind: str) -> cache.PagedKV:
 
 def one_by_one(name, kv, numbers, asked):
     """Runs the single operation on each slot for which `asked` is true."""
-    for slot in range(SLOTS):
-        kv = jax.lax.cond(
-            asked[slot],
-            lambda kv, slot=slot: SINGLE[name](kv, jnp.int32(slot), numbers[slot]),
-            lambda kv: kv,
-            kv,
-        )
+    for slot in np.flatnonzero(asked).astype(np.int32):
+        kv = SINGLE[name](kv, slot, numbers[slot])
     return kv
-
-
-@functools.cache
-def _singly(name):
-    return jax.jit(functools.partial(one_by_one, name))
 
 
 @functools.cache
@@ -123,7 +111,7 @@ def run(kind, steps, faults=None, impl="xla") -> collections.Counter:
     for name, numbers, asked in steps:
         numbers, asked = np.asarray(numbers, np.int32), np.asarray(asked)
         kv = kv.replace(refused=jnp.zeros_like(kv.refused))
-        expected = _singly(name)(kv, numbers, asked)
+        expected = one_by_one(name, kv, numbers, asked)
         how = {} if name not in WITH_KERNELS or impl == "xla" else {"impl": impl}
         found = _at_once(operations[name], **how)(kv, numbers, asked)
         testing.assert_same_bits(found, expected, what=name)

@@ -9,13 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.lib import subjects
-from spec_jax.drafters import (
-    block,
-    draft_model,
-    each,
-    eagle3,
-    tree_shapes,
-)
+from spec_jax.drafters import block, draft_model, each, eagle3, tree_shapes
 from spec_jax.engine import (
     baseline,
     protocols,

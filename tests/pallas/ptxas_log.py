@@ -105,12 +105,9 @@ def install(cuda: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     copy, log = folder / "cuda", folder / "log"
     (copy / "bin").mkdir(parents=True)
     log.mkdir()
-    for each in cuda.iterdir():
-        if each.name != "bin":
-            (copy / each.name).symlink_to(each)
-    for each in (cuda / "bin").iterdir():
-        if each.name != "ptxas":
-            (copy / "bin" / each.name).symlink_to(each)
+    for each in (*cuda.iterdir(), *(cuda / "bin").iterdir()):
+        if each.name not in ("bin", "ptxas"):
+            (copy / each.relative_to(cuda)).symlink_to(each)
     script = copy / "bin" / "ptxas"
     script.write_text(SCRIPT.format(real=cuda / "bin" / "ptxas", log=log))
     script.chmod(0o755)

@@ -2,20 +2,24 @@
 
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 import hopper
-import hopper_launches as checks
+import hopper_checks as checks
 import hopper_models as models
 import jax
 import jax.numpy as jnp
 import ptxas_log
 import pytest
-import xla_fusions
 from slow_cases import slow, slow_but
 
 from spec_jax import compilation
-from spec_jax.pallas import byte_gemm_triton as byte_gemm, skinny_gemm_triton as gemm
+from spec_jax.pallas import (
+    byte_gemm_triton as byte_gemm,
+    row_attention_triton,
+    skinny_gemm_triton as gemm,
+)
 
 
 ROWS = 16
@@ -112,10 +116,7 @@ def assert_no_atomics(kernel: ptxas_log.Kernel) -> None:
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [
-        *(slow(x, ROWS) if x[0] == "0" else (x, ROWS) for x in WEIGHTS),
-        ("8B gate", 64),
-    ],
+    [*(slow(x, ROWS) if x[0] == "0" else (x, ROWS) for x in WEIGHTS), ("8B gate", 64)],
 )
 def test_products_read_their_weights_once(compiler, name, rows):
     """Fails if a kernel spills, does not fit, or copies more than weights and rows; if
@@ -162,10 +163,8 @@ def test_products_read_their_weights_once(compiler, name, rows):
 )
 def test_products_of_eight_bits(compiler, name, rows):
     """Fails if a kernel spills, reads anything but weights, rows and scales, splits K,
-    or adds a product that was not rounded.
-
-    A block of 32 is one instruction of integers for eight columns.
-    """
+    or adds a product that was not rounded. A block of 32 is one instruction of integers
+    for eight columns."""
     weights = BYTES[name]
     report = compiler(product, weights, rows=rows)
     report.assert_fits()
@@ -231,9 +230,7 @@ FILTERS = ["sampling_top_k"] * 9 + ["sampling_top_p"] * 14
 @pytest.mark.slow
 def test_drawing_is_a_few_launches(compiler):
     """Fails if a row is drawn by other code than five, or a kernel spills or is added.
-
-    XLA's own work moves integers and makes zeros; filters are skipped together.
-    """
+    XLA's own work moves integers and makes zeros; filters are skipped together."""
     one, five = (compiler(models.drawing, rows) for rows in (1, 5))
     for report in (one, five):
         report.assert_fits()
@@ -244,7 +241,7 @@ def test_drawing_is_a_few_launches(compiler):
         assert all(thunk.in_graph for thunk in report.launches)
         checks.assert_launched_early(report)
         assert len(report.launches) <= len(ours) + 14
-        assert not xla_fusions.float_work(report.hlo)
+        assert not checks.float_work(report.hlo)
     for name in (*sorted(set(FILTERS)), "sampling_noisy_weights"):
         kernel = five.kernel(name)
         assert kernel.sass == one.kernel(name).sass and kernel.count("LDL") == 0
@@ -273,13 +270,95 @@ def each_number_of_rows(
     ],
 )
 def test_one_row_and_sixteen_are_one_kernel(compiler, name, single):
-    """Fails if the kernel that is compiled depends on the number of rows.
-
-    XLA keeps one copy of equal kernels, before it compiles them. Negative control: a
-    plan of its own for one row gives another kernel.
-    """
+    """Fails if the kernel that is compiled depends on the number of rows. XLA keeps one
+    copy of equal kernels, before it compiles them. Negative control: a plan of its own
+    for one row gives another kernel."""
     report = compiler(each_number_of_rows, WEIGHTS[name], single)
     found = [x.name for x in report.kernels if x.name.startswith("skinny_gemm")]
     assert len(found) == (1 if single is None else 2)
     launched = [x.name for x in report.launches if x.name in found]
     assert len(launched) == ROWS
+
+
+QWEN3 = {"0.6B": (16, 8, 128), "8B": (32, 8, 128)}  # (N, K, H)
+
+
+def attention(
+    N, K, H, *, page_size=16, context=32_768, dtype="bfloat16", branch=0
+) -> hopper.Program:
+    """Builds the row attention of one layer and one slot, with donated pools."""
+    shape, R = jax.ShapeDtypeStruct, 16
+    width = context // page_size
+    pool = shape((width + 8, page_size, K, H), dtype)
+    inputs = {
+        "heads": shape((R, (N + 2 * K) * H), dtype),
+        "q_norm": shape((H,), dtype),
+        "k_norm": shape((H,), dtype),
+        "cos": shape((R, H // 2), dtype),
+        "sin": shape((R, H // 2), dtype),
+        "page_table": shape((1, width), jnp.int32),
+        "slots": shape((R,), jnp.int32),
+        "positions": shape((R,), jnp.int32),
+        "num_active": shape((), jnp.int32),
+    }
+    if branch:
+        inputs["branch"] = shape((R, branch), jnp.int32)
+
+    def attend(pools, inputs):
+        how = {"eps": 1e-6, "scale": H**-0.5, "interpret": False}
+        k, v = pools
+        return row_attention_triton.attend(k_pages=k, v_pages=v, **how, **inputs)
+
+    return hopper.Program(fn=attend, args=((pool, pool), inputs), donate=(0,))
+
+
+@pytest.mark.parametrize("model", ["8B", slow("0.6B")])
+def test_attention_of_qwen3(compiler, model):
+    """Fails if a kernel spills, is too large, or runs one block where two would fit.
+    Fails if loads do not overlap products, or tensor cores do not multiply."""
+    report = compiler(attention, *QWEN3[model])
+    report.assert_fits()
+    kernel, launch = report.kernel("paged_attention"), report.launch("paged_attention")
+    assert launch.shared_bytes <= 80_000
+    assert hopper.blocks_per_multiprocessor(kernel, launch) == 2
+    # The grid has as many as are resident at once: it does not grow with the context.
+    assert launch.grid[0] * launch.grid[1] <= 264
+    # Two blocks of keys and two of values in flight, four bytes a lane and 128 lanes.
+    assert kernel.count("HMMA.16816.F32.BF16") == 64
+    assert kernel.count("LDGSTS") >= 48
+    # A job is counted after all of it is stored, and the last program reads none of it
+    # from a cache that is older.
+    (counted,) = (n for n, line in enumerate(kernel.sass) if "ATOM" in line)
+    assert "MEMBAR" in "".join(kernel.sass[counted - 4 : counted])
+    assert "CCTL.IVALL" in kernel.sass[counted + 1]
+    for name in ("row_jobs", "paged_attention"):
+        assert report.kernel(name).count("PREEXIT") == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "changes"),
+    [
+        slow((14, 2, 80), {"page_size": 64}),
+        ((8, 4, 256), {"dtype": "float32", "context": 4096}),
+    ],
+)
+def test_other_heads(compiler, heads, changes):
+    """Fails if the plan of other head sizes, groups and dtypes does not fit."""
+    report = compiler(attention, *heads, **changes)
+    report.assert_fits()
+    kernel, launch = report.kernel("paged_attention"), report.launch("paged_attention")
+    # Wide float32 heads take eight warps, of which there is room for one block.
+    blocks = 1 if launch.threads > 128 else 2
+    assert hopper.blocks_per_multiprocessor(kernel, launch) >= blocks
+
+
+def test_a_tree_computes_as_a_chain(compiler):
+    """Fails if the kernel for trees has other arithmetic than the plain one."""
+    arithmetic = []
+    for branch in (0, 16):
+        report = compiler(attention, *QWEN3["8B"], branch=branch)
+        report.assert_fits()
+        code = "\n".join(report.kernel("paged_attention").sass)
+        opcodes = re.findall(r"\b(?:HMMA|FADD|FMUL|FFMA|MUFU|F2FP|FMNMX)\S*", code)
+        arithmetic.append(sorted(opcodes))
+    assert arithmetic[0] == arithmetic[1] and len(arithmetic[0]) > 100

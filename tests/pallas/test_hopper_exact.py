@@ -7,10 +7,9 @@ by rows leave it none of them: it moves floats, and every sum is in a kernel of 
 
 import itertools
 
-import hopper_launches as checks
+import hopper_checks as checks
 import hopper_models as models
 import pytest
-import xla_fusions
 from slow_cases import slow_but
 
 
@@ -34,7 +33,7 @@ DRAWING = ("sampling_top_k", "sampling_top_p", "sampling_noisy_weights")
 
 def assert_only_kernels_compute(report) -> None:
     """Asserts that XLA does nothing with floats but move them."""
-    work = xla_fusions.float_work(report.hlo)
+    work = checks.float_work(report.hlo)
     assert not work, f"XLA does {sorted(work)}"
 
 
@@ -46,11 +45,9 @@ def assert_only_kernels_compute(report) -> None:
     ),
 )
 def test_only_kernels_compute(compiler, name, model):
-    """Fails if XLA has a float sum, product, transpose or fusion of its own.
-
-    Fails if a kernel spills, a pool is copied, or launches are not as many as stated.
-    A prefill has two layers: the last one only computes keys and values.
-    """
+    """Fails if XLA has a float sum, product, transpose or fusion of its own. Fails if a
+    kernel spills, a pool is copied, or launches are not as many as stated. A prefill
+    has two layers: the last one only computes keys and values."""
     build, options, launches = PROGRAMS[name]
     layers = 2 if name == "prefill" else 1
     report = compiler(build, model, layers=layers, **options)
@@ -82,31 +79,28 @@ def test_only_kernels_compute(compiler, name, model):
 )
 def test_other_rules_sum_in_kernels(compiler, rule, tree):
     """Fails if a round of another rule, or of a drawn tree, spills or calls a library,
-    or XLA adds floats in an order that it chooses.
-
-    A coupled tree's noise is that of kernels, and XLA computes none of the logarithms
-    of uniforms.
-    """
+    or XLA adds floats in an order that it chooses. A coupled tree's noise is that of
+    kernels, and XLA computes none of the logarithms of uniforms."""
     report = compiler(
         models.spec_round, "qwen3-0.6b", layers=1, draft_layers=1, draws=True,
         rule=rule, tree=tree,
     )  # fmt: skip
     report.assert_fits()
-    work = xla_fusions.float_work(report.hlo)
-    assert not xla_fusions.float_sums(report.hlo)
+    work = checks.float_work(report.hlo)
+    assert not checks.float_sums(report.hlo)
     assert not work & {"dot", "cosine", "sine", "transpose"}
     assert ("log-plus-one" in work) == (rule != "coupled")
-    assert xla_fusions.called(report.hlo) - {"__gpu$TopK"} == {xla_fusions.TRITON}
+    assert checks.called(report.hlo) - {"__gpu$TopK"} == {checks.TRITON}
 
 
 def test_distributions_sum_in_kernels(compiler):
     """Fails if a kernel spills, or XLA filters or sums floats."""
     report = compiler(models.distribution, 5, impl="triton")
     report.assert_fits()
-    assert not xla_fusions.float_sums(report.hlo)
+    assert not checks.float_sums(report.hlo)
     # Negative control: XLA is seen to sum.
     by_xla = compiler(models.distribution, 5, impl="xla")
-    assert xla_fusions.float_sums(by_xla.hlo)
+    assert checks.float_sums(by_xla.hlo)
 
 
 @SLOW
@@ -115,4 +109,4 @@ def test_library_products_are_caught(compiler):
     report = compiler(models.prefill, "qwen3-0.6b", layers=1, by_rows=False)
     with pytest.raises(AssertionError, match="'cosine'.*'dot'.*'reduce'.*'sine'"):
         assert_only_kernels_compute(report)
-    assert xla_fusions.float_fusions(report.hlo)  # `test_hopper_model` counts these.
+    assert checks.float_fusions(report.hlo)  # `test_hopper_model` counts these.

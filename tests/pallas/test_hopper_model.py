@@ -2,15 +2,18 @@
 
 The tests check what XLA makes of them: which kernels run, in which order and how many;
 that the pages stay where they are; and that XLA itself computes with no float between
-two kernels.
+two kernels. They count the lines that a layer adds before XLA, traced for a GPU.
 """
 
+import dataclasses
 import re
+from unittest import mock
 
-import hopper_launches as checks
+import hopper
+import hopper_checks as checks
 import hopper_models as models
+import jax
 import pytest
-import xla_fusions
 from slow_cases import slow
 
 from spec_jax.pallas import slab
@@ -84,11 +87,11 @@ def test_a_step(compiler, name, weights):
         expected += ["byte_rows"] * is_rounded + [kernel]
     assert ours(report.launches, "byte_rows") == expected
     if is_bytes:
-        (looked_up,) = xla_fusions.float_fusions(report.hlo)
+        (looked_up,) = checks.float_fusions(report.hlo)
         text = " ".join(looked_up)
         assert not re.search(r"\b(add|subtract|divide|dot|reduce)\(", text)
     else:
-        assert xla_fusions.float_fusions(report.hlo) == of_xla
+        assert checks.float_fusions(report.hlo) == of_xla
     # There is no loop: nothing is asked of the host.
     assert not checks.split(report)[1]
     rest = len(report.launches) - len(LAYER) - len(of_xla) - 5 * is_bytes
@@ -100,10 +103,8 @@ def test_a_step(compiler, name, weights):
 @SLOW
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "qwen3-8b"])
 def test_a_verification_of_a_tree(compiler, name):
-    """Fails if 64 rows at once spill, copy a pool, or take other kernels.
-
-    Fails if XLA computes floats for them.
-    """
+    """Fails if 64 rows at once spill, copy a pool, or take other kernels. Fails if XLA
+    computes floats for them."""
     report = compiler(models.verify_tree, name, layers=2)
     report.assert_fits()
     slabs = slab.MOST_ROWS // models.model(name).slab
@@ -111,7 +112,7 @@ def test_a_verification_of_a_tree(compiler, name):
     # Moving the accepted path's keys and values is among them.
     assert sorted(ours(report.launches)) == sorted([*LAYER * 2, *END])
     checks.assert_near(len(report.launches), 37, f"two layers of a tree, {name}")
-    assert not xla_fusions.float_fusions(report.hlo)
+    assert not checks.float_fusions(report.hlo)
 
 
 OF_A_LAYER = 7  # launches
@@ -137,7 +138,7 @@ def test_a_round(compiler, name, weights):
     assert_in_graphs(report)
     checks.assert_launched_early(report)
     is_bytes = weights != "dense"  # XLA looks up tokens.
-    assert len(xla_fusions.float_fusions(report.hlo)) == is_bytes
+    assert len(checks.float_fusions(report.hlo)) == is_bytes
     # There is one loop, of drafts: pages are allocated and freed without one.
     outside, (drafts,) = checks.split(report)
     assert ours(drafts) == [*LAYER * draft_depth, *END]
@@ -187,7 +188,7 @@ def test_a_block_of_several_slabs(compiler, size, num_blocks):
     drafter = models.block_head("qwen3-8b", size=size, depth=1)
     copies = -(-size * num_blocks // 16) + 1
     checks.assert_in_place(report, drafter.model, copies=copies, num_slots=num_blocks)
-    assert not xla_fusions.float_fusions(report.hlo)
+    assert not checks.float_fusions(report.hlo)
     kernels = ours(report.launches)
     # Queries are a separate product of the same normed rows: XLA norms these once.
     assert kernels.count("paged_attention") == 1 and kernels.count("rms_norm") == 3
@@ -232,3 +233,37 @@ def test_a_copied_pool_is_caught(compiler):
     report = compiler(models.plain_step, "qwen3-0.6b", layers=1, donate=())
     with pytest.raises(AssertionError):
         checks.assert_in_place(report, models.model("qwen3-0.6b", layers=1))
+
+
+def of_a_layer(build, change=lambda program: program) -> float:
+    """Counts the lines that another layer adds to a traced program for the H100. A
+    function that is called often is printed once."""
+    counts = []
+    for layers in (1, 3):
+        program = change(build("qwen3-8b", layers=layers))
+        with hopper.lowering_for(hopper.DEVICE):
+            traced = jax.jit(program.fn).trace(*program.args)
+        counts.append(len(str(traced.jaxpr).splitlines()))
+    return (counts[1] - counts[0]) / 2
+
+
+@pytest.mark.parametrize(
+    ("build", "most"), [(models.plain_step, 20), (models.verify_tree, 80)]
+)
+def test_each_layer_is_traced_once(build, most):
+    """Fails if a kernel is traced again for each of 36 layers, where a program should
+    call a function for each; a tree's path is moved in each besides."""
+    assert of_a_layer(build) < most
+
+
+def test_layers_that_are_traced_apart_are_counted():
+    """Negative control: layers that are not functions have equations of their own."""
+
+    def apart(program):
+        def step(*args):
+            with mock.patch.object(jax, "jit", lambda function, **unused: function):
+                return program.fn(*args)
+
+        return dataclasses.replace(program, fn=step)
+
+    assert of_a_layer(models.plain_step, apart) > 200

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rules import test_sampling
 
 from spec_jax import testing
 from spec_jax.ops import draw as draw_op
@@ -102,23 +103,10 @@ def test_filters_keep_what_the_rules_keep(rng, case):
 
 
 def test_boundaries_are_exact():
-    """Fails if the token that reaches p is cut, or a masked one stays. XLA's filters
-    have the same test in `rules.test_sampling`."""
-    inf = np.inf
-    rows = (
-        ([0.0, 0.0, 0.0, 0.0], {"top_p": 0.5}, [0, 1]),
-        ([0.0, 0.0, 0.0, 0.0], {"top_p": 0.500001}, [0, 1, 2]),
-        ([0.0, 0.0, 0.0, 0.0], {"top_p": 1e-6}, [0]),
-        ([2.0, 1.0, 0.9, 0.8], {"top_k": 2, "top_p": 0.7}, [0]),
-        ([2.0, 1.0, 1.0, 0.5], {"top_k": 2}, [0, 1, 2]),
-        ([2.0, 1.0, 1.0, 1.0], {"top_p": 0.7}, [0, 1, 2]),
-        ([-inf, 0.0, -inf, 0.0], {"top_k": 2}, [1, 3]),
-        ([1.0, 5.0, 5.0, -3.0], {"top_k": 1}, [1, 2]),
-        ([1.0, 5.0, 5.0, -3.0], {"temperature": 2.0**-126, "top_p": 0.9}, [1, 2]),
-    )
-    logits = np.array([row[0] for row in rows], np.float32)
-    found = _distribution(logits, stacked([row[1] for row in rows])) > 0
-    assert [np.flatnonzero(row).tolist() for row in found] == [row[2] for row in rows]
+    """Fails if the token that reaches p is cut, or a masked one stays."""
+    logits, settings, kept = zip(*test_sampling.BOUNDARIES, strict=True)
+    found = _distribution(np.float32(logits), stacked(settings)) > 0
+    assert [np.flatnonzero(row).tolist() for row in found] == list(kept)
 
 
 def test_noise_has_the_bits_of_threefry(rng):

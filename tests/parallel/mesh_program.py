@@ -29,7 +29,6 @@ from spec_jax.model import (
     params as params_lib,
     qwen2,
     row_model,
-    save as save_lib,
 )
 from spec_jax.paging import allocator
 from spec_jax.parallel import collectives, shard
@@ -47,10 +46,8 @@ ROWS = 4
 
 
 def write_neox(folder: pathlib.Path, seed: int = 0, **changes) -> pathlib.Path:
-    """Writes a GPT-NeoX model of similar sizes, with random biases and norms, too.
-
-    Half of the dimensions of a head are rotated.
-    """
+    """Writes a GPT-NeoX model of similar sizes, with random biases and norms, too. Half
+    of the dimensions of a head are rotated."""
     names = ("vocab_size", "intermediate_size", "num_layers", "max_position_embeddings")
     config = gpt_neox.GPTNeoXConfig(
         **{name: getattr(CONFIG, name) for name in names},
@@ -64,9 +61,7 @@ def write_biased(folder: pathlib.Path, config, seed: int = 0) -> pathlib.Path:
     params = params_lib.init(jax.random.key(seed), config, stddev=0.3)
     noise = lambda x: random_weights.normal(jax.random.key(x.size), x.shape, x.dtype)
     params = jax.tree.map(lambda x: x + noise(x) if x.ndim == 1 else x, params)
-    save_lib.save(folder, config, params)
-    tiny_pair.byte_tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
+    return tiny_pair.write_model(folder, config, params=params)
 
 
 def write(folder: pathlib.Path, family: str) -> pathlib.Path:
@@ -90,9 +85,7 @@ def model(folder: pathlib.Path, impl: str, layout: shard.Layout | None, form=Non
 
 def slabs(impl: str) -> list[decoder.Rows]:
     """Returns rows of two slots, and then a tree in the first: a node and two children.
-
-    For XLA, which compiles slowly, it is the tree alone, on a cache of zeros.
-    """
+    For XLA, which compiles slowly, it is the tree alone, on a cache of zeros."""
     slots = jnp.array([0, 0, 0, 1], jnp.int32)
     chain = decoder.Rows(
         tokens=jnp.array([7, 3, 90, 41], jnp.int32),
@@ -197,10 +190,8 @@ def generations(folders, drafter: str, **how) -> tuple[list, int]:
 
 
 def check_generations(folder: pathlib.Path, drafter: str, impl: str, *counts) -> dict:
-    """Compares meshes of `counts` devices with the first, and with other sums.
-
-    With "gpt_neox" both models are GPT-NeoX, with residuals one after the other.
-    """
+    """Compares meshes of `counts` devices with the first, and with other sums. With
+    "gpt_neox" both models are GPT-NeoX, with residuals one after the other."""
     heads = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "hidden_size": 24}
     form: dict = {}
     if drafter == "q8_0":  # Segments need whole blocks.

@@ -50,10 +50,8 @@ COUNTS |= {"gpt_neox": FOUR, "q8_0": FOUR[:2]}
 @pytest.mark.parametrize("drafter", COUNTS)
 def test_generations_are_the_same_on_any_mesh(drafter, impl):
     """Compares tokens, log-probabilities, K/V and drafts in decoding, chains and trees.
-
     Fails if a drafter sees other features on another mesh, or drafts other tokens. The
-    negative control has sums of one segment, whose bits differ.
-    """
+    negative control has sums of one segment, whose bits differ."""
     assert run("generations", drafter, impl, *COUNTS[drafter]) == {
         "equal": [True] * len(COUNTS[drafter]),
         "drafted": True,

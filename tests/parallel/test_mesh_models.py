@@ -23,9 +23,7 @@ TESTS = pathlib.Path(__file__).parents[1]
 
 def test_a_mesh_from_the_front_door(tmp_path):
     """Compares a generation with decoding on one device; a slow test has larger meshes.
-
-    Fails if a bias, which is also in pieces, is prepared as if it were a matrix.
-    """
+    Fails if a bias, which is also in pieces, is prepared as if it were a matrix."""
     target = mesh_program.write_neox(tmp_path)
     how = {"mesh": shard.mesh(1), "segments": 2, "gamma_max": 2, "impl": "native"}
     lm = sj.load(target, drafter="ngram", **how)
@@ -44,13 +42,10 @@ def test_a_head_in_pieces_is_joined(tied, tmp_path):
     _, alone = load.load(tmp_path, impl="xla")
     layout = shard.Layout(mesh=shard.mesh(1))
     _, pieces = load.load(tmp_path, impl="xla", layout=layout)
-    assert tree_shapes(pieces.lm_head) != tree_shapes(alone.head)
+    shapes = lambda tree: [leaf.shape for leaf in jax.tree.leaves(tree)]
+    assert shapes(pieces.lm_head) != shapes(alone.head)
     joined = load_shards.with_whole_head(pieces, config, layout)
     testing.assert_same_bits(joined.head, alone.head)
-
-
-def tree_shapes(tree):
-    return [leaf.shape for leaf in jax.tree.leaves(tree)]
 
 
 def layout(devices: int, axis=collectives.AXIS, **segments) -> shard.Layout:

@@ -5,7 +5,6 @@ import re
 
 import numpy as np
 import pytest
-import tiny_pair
 
 import spec_jax as sj
 from spec_jax.processors import grammar
@@ -23,13 +22,6 @@ SCHEMA = {
     },
     "required": ["name", "age", "kind"],
 }
-
-
-@pytest.fixture(scope="module")
-def lm(tmp_path_factory):
-    """Returns a tiny pair of random weights, whose tokens are bytes."""
-    target, draft = tiny_pair.write(tmp_path_factory.mktemp("random"))
-    return sj.load(target, draft=draft, gamma_max=4)
 
 
 def accepts(made: grammar.Grammar, text: str, lm) -> bool:

@@ -144,16 +144,26 @@ class Outcomes:
     counts: np.ndarray  # [n]
     own: np.ndarray  # [n, V] float64, weights of the own token
 
+    @classmethod
+    def possible(cls, chances, keep, patterns, outcomes, own) -> "Outcomes":
+        """Returns what is possible of `chances [drafts]` and `patterns` of uniforms.
+        The others are arrays of drafts by patterns, and so are all of `outcomes`."""
+        keep = keep.astype(np.float64)
+        mass = chances[:, None] * np.where(patterns, keep, 1 - keep).prod(axis=-1)
+        at = np.nonzero(mass)
+        counts = outcomes.num_accepted[at]
+        return cls(
+            mass=mass[at], tokens=outcomes.tokens[at], counts=counts, own=own[at]
+        )
+
     @property
     def mean(self) -> float:
         """The mean number of accepted drafts."""
         return float(self.mass @ self.counts)
 
     def law(self, truth: list[np.ndarray]) -> np.ndarray:
-        """Returns the law of the first tokens, `[V] * len(truth)` float64.
-
-        After the tokens that the round commits, the target continues by itself.
-        """
+        """Returns the law of the first tokens, `[V] * len(truth)` float64. After the
+        tokens that the round commits, the target continues by itself."""
         later, V = continuations(truth), self.own.shape[1]
         law = np.zeros((V,) * len(truth))
         own = self.mass[:, None] * _normalised(self.own)
@@ -183,20 +193,11 @@ def outcomes(rule: Rule, case: Case, num_drafted: int | Callable) -> Outcomes:
     chance = np.prod(_at(_normalised(_rows(case.drawn, chains)), chains), axis=-1)
     # Only patterns where uniforms past the drafts succeed count: none may be read.
     is_real = (np.arange(case.gamma) < num_drafted[:, None])[:, None]
-    probabilities = np.where(is_real, keep.astype(np.float64), 1.0)
-    mass = chance[:, None] * np.prod(
-        np.where(patterns, probabilities, 1 - probabilities), axis=-1
-    )
-    chain, pattern = np.nonzero(mass)
-    counts = outcomes.num_accepted[chain, pattern]
-    own, rejected = own[chain, pattern], target[chain, counts]
-    return Outcomes(
-        mass=mass[chain, pattern],
-        tokens=outcomes.tokens[chain, pattern],
-        counts=counts,
-        # No weight is left where rounding alone rejects: the target's row.
-        own=np.where(own.any(axis=-1, keepdims=True), own, rejected),
-    )
+    keep = np.where(is_real, keep, 1.0)
+    # No weight is left where rounding alone rejects: the target's row.
+    rejected = np.take_along_axis(target, outcomes.num_accepted[..., None], axis=1)
+    own = np.where(own.any(axis=-1, keepdims=True), own, rejected)
+    return Outcomes.possible(chance, keep, patterns, outcomes, own)
 
 
 def bias(rule: Rule, case: Case, num_drafted: int | Callable | None = None) -> float:
@@ -208,11 +209,9 @@ def bias(rule: Rule, case: Case, num_drafted: int | Callable | None = None) -> f
 
 
 def mean_by_theory(rule: Rule, case: Case) -> float:
-    """Returns the mean number of accepted drafts: a sum over the drafted prefixes.
-
-    One by one, a prefix stays with the product of `min(1, target / draft)`. As a block
-    it does with `p_i = min(1, p_{i-1} * target / draft)`, by Sun et al. (2024).
-    """
+    """Returns the mean number of accepted drafts: a sum over the drafted prefixes. One
+    by one, a prefix stays with the product of `min(1, target / draft)`. As a block it
+    does with `p_i = min(1, p_{i-1} * target / draft)`, by Sun et al. (2024)."""
     total = 0.0
     for length in range(1, case.gamma + 1):
         chains = _all(range(case.vocab_size), length)

@@ -67,6 +67,7 @@ BOUNDARIES = (
     # Top-k keeps all tokens that equal its last one, whatever the sign of zero.
     (EVEN, {"top_k": 3}, [0, 1, 2, 3]),
     ((1.0, 0.0, -0.0, -1.0), {"top_k": 2}, [0, 1, 2]),
+    ((2.0, 1.0, 1.0, 0.5), {"top_k": 2}, [0, 1, 2]),
     # Top-p cuts ties by index, and keeps the token that reaches p.
     (EVEN, {"top_p": 0.5}, [0, 1]),
     (EVEN, {"top_p": 0.500001}, [0, 1, 2]),
@@ -79,6 +80,7 @@ BOUNDARIES = (
     (EVEN, {"min_p": 1.0}, [0, 1, 2, 3]),
     # Masked tokens never come back, and the order among -inf does not matter.
     ((-math.inf, 0.0, -math.inf, 0.0), {"top_k": 4}, [1, 3]),
+    ((-math.inf, 0.0, -math.inf, 0.0), {"top_k": 2}, [1, 3]),
     # Greedy and a tiny top-p are the first argmax, the others all that equal it.
     (PEAKS, {"temperature": 0.0}, [1]),
     (PEAKS, {"top_p": 1e-6}, [1]),
@@ -86,7 +88,9 @@ BOUNDARIES = (
     (PEAKS, {"min_p": 1.0}, [1, 2]),
     # The smallest temperature that is allowed makes no NaN.
     (PEAKS, {"temperature": TINY}, [1, 2]),
+    (PEAKS, {"temperature": TINY, "top_p": 0.9}, [1, 2]),
 )
+"""Logits, settings and tokens that stay, by XLA and by a GPU's kernels."""
 
 
 def test_boundaries_are_exact():

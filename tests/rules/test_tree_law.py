@@ -122,12 +122,12 @@ def trees(case: Case):
 PLANTED = ((acceptance, "residual", lambda _: lambda target, draft: target),)
 """A fault: the residual is not subtracted."""
 
-WIDEST, DEEPEST, CHUNK = 6, 3, V**4
+WIDEST, DEEPEST = 6, 3
 
 
 @functools.cache
 def _evaluate(rule, size, is_certain):
-    """Returns a jitted function: the rule on `CHUNK` trees and outcomes of uniforms."""
+    """Returns a jitted function: the rule on all trees and outcomes of uniforms."""
     probabilities_of, accept = RULES[rule]
 
     def one(parents, wanted, fault, tokens, draft, target, number, succeeds):
@@ -160,40 +160,28 @@ def _evaluate(rule, size, is_certain):
 
 
 def outcomes(rule: str, case: Case, wanted=9, fault=0) -> enumeration.Outcomes:
-    """Returns what a rule may commit of all trees of a case.
-
-    Trees are padded to one size with nodes that were not drafted; but not under
-    "multipath", which depends on the shape.
-    """
-    chances, *columns = map(np.array, zip(*trees(case), strict=True))
-    size = WIDEST if rule != "multipath" else len(case.parents)
-    more = size - len(case.parents)
-    parents = jnp.asarray((*case.parents, *[0] * more), jnp.int32)
-    told = parents, jnp.int32(wanted), jnp.int32(fault)
-    patterns = enumeration._all((True, False), size)
-    evaluate, found = _evaluate(rule, size, case.is_certain), []
-    for first in range(0, len(chances), CHUNK):
-        tokens, draft, target, number = (x[first : first + CHUNK] for x in columns)
-        count = len(tokens)
-        rest = (0, CHUNK - count)
-        filled = [
-            np.pad(tokens, (rest, (0, more))).astype(np.int32),
-            np.pad(draft, (rest, (0, more), (0, 0)), mode="edge").astype(np.float32),
-            np.pad(target, (rest, (0, more), (0, 0)), mode="edge").astype(np.float32),
-            np.pad(number, rest).astype(np.int32),
-        ]
-        made = jax.device_get(evaluate(*told, *filled, patterns))
-        found.append(jax.tree.map(lambda leaf, count=count: leaf[:count], made))
-    outcome, keep, own = jax.tree.map(lambda *leaves: np.concatenate(leaves), *found)
-    keep = keep.astype(np.float64)
-    mass = chances[:, None] * np.where(patterns, keep, 1 - keep).prod(axis=-1)
-    tree, pattern = np.nonzero(mass)
-    return enumeration.Outcomes(
-        mass=mass[tree, pattern],
-        tokens=outcome.tokens[tree, pattern],
-        counts=outcome.num_accepted[tree, pattern],
-        own=own[tree, pattern],
+    """Returns what a rule may commit of all trees of a case. Trees are padded to one
+    size with nodes that were not drafted; but not under "multipath", which depends on
+    the shape."""
+    chances, tokens, draft, target, number = map(
+        np.array, zip(*trees(case), strict=True)
     )
+    size = WIDEST if rule != "multipath" else len(case.parents)
+    # Trees that are added have no chance.
+    rest, more = (0, V**WIDEST - len(chances)), (0, size - len(case.parents))
+    told = (
+        np.pad(case.parents, more).astype(np.int32), jnp.int32(wanted),
+        jnp.int32(fault), np.pad(tokens, (rest, more)).astype(np.int32),
+        np.pad(draft, (rest, more, (0, 0)), mode="edge").astype(np.float32),
+        np.pad(target, (rest, more, (0, 0)), mode="edge").astype(np.float32),
+        np.pad(number, rest).astype(np.int32),
+    )  # fmt: skip
+    patterns = enumeration._all((True, False), size)
+    outcome, keep, own = jax.device_get(
+        _evaluate(rule, size, case.is_certain)(*told, patterns)
+    )
+    chances = np.pad(chances, rest)
+    return enumeration.Outcomes.possible(chances, keep, patterns, outcome, own)
 
 
 def bias(rule: str, case: Case, wanted=9, fault=0) -> float:

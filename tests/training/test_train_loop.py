@@ -1,4 +1,6 @@
-"""The training loop: its log, its batches, their gradients and the learning rate.
+"""The training loop: its log, its batches, their gradients and the learning rate; and
+parts of a drafter from its target: scales of features, vocabularies, tables. Gradients
+over several devices are those of one device, up to the order of sums.
 
 `experiments/test_train_drafter` resumes killed runs.
 """
@@ -6,15 +8,17 @@
 import dataclasses
 import functools
 import json
+import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from script_runs import run_python
 
 from spec_jax.model import sequence
 from spec_jax.ops import rms_norm
-from spec_jax.training import batches, loop
+from spec_jax.training import batches, eagle3, loop, targets
 
 
 # Orbax leaves its event loops to the garbage collector.
@@ -50,8 +54,7 @@ def test_every_window_comes_once_an_epoch():
 
 
 @pytest.mark.parametrize(
-    ("is_counted", "counts"),
-    [(False, {128: 20, 256: 10, 384: 4, 640: 4}), (True, {})],
+    ("is_counted", "counts"), [(False, {128: 20, 256: 10, 384: 4, 640: 4}), (True, {})]
 )
 def test_batches_hold_about_as_much(rng, is_counted, counts):
     """Fails if a batch mixes lengths or holds more than a batch of the longest, if a
@@ -133,3 +136,117 @@ def test_the_learning_rate_rises_stays_and_falls(optax_promotes):
     longer = loop.learning_rate(dataclasses.replace(recipe, steps=1000), 0.02)
     assert [float(longer(step)) for step in (5, 40)] == rates[1:4:2]
     assert float(longer(85)) != rates[5]
+
+
+class Features:
+    """Features of four texts; rows outside the mask are large, and must not count."""
+
+    def __init__(self, factors):
+        drawn = np.random.default_rng(0).normal(size=(4, 9, len(factors)))
+        self._mask = np.arange(9) > np.arange(4)[:, None]
+        self._rows = np.where(self._mask[..., None], drawn, 1e6) * factors
+
+    def __len__(self):
+        return len(self._rows)
+
+    def __getitem__(self, rows):
+        return {"features": self._rows[rows], "mask": self._mask[rows]}
+
+
+def test_scales_even_features_out():
+    """Fails if a large feature stays large, a factor is no power of two, or a row
+    that is masked out counts."""
+    factors = np.array([1e-3, 1.0, 37.0, 900.0, 0.0])
+    scale = targets.scale_of(Features(factors))
+    assert scale.dtype == np.float32 and scale.shape == (5,)
+    assert np.all(np.frexp(scale)[0] == 0.5)  # powers of two
+    assert np.all((0.5 < scale[:4] * factors[:4]) & (scale[:4] * factors[:4] < 2))
+    assert np.isfinite(scale[4])
+    np.testing.assert_array_equal(
+        targets.scale_of(Features(8 * factors))[:4] * 8, scale[:4]
+    )
+
+
+@pytest.mark.parametrize(("width", "kept"), [(4, 0.999), (3, 0.8), (8, 0.999)])
+def test_a_resized_table_holds_what_its_width_can(rng, width, kept):
+    """Fails if directions other than the leading ones stay, or a wide table changes."""
+    x = rng.normal(size=(50, 6)) @ np.diag([4.0, 3.0, 2.0, 1.0, 0.0, 0.0])
+    made = np.asarray(eagle3._resized(jnp.asarray(x, jnp.float32), width), float)
+    assert made.shape == (50, width)
+    gram, whole = made @ made.T, x @ x.T
+    assert np.trace(gram) >= kept * np.trace(whole)
+    if kept > 0.9:
+        np.testing.assert_allclose(gram, whole, atol=1e-3)
+
+
+def test_the_draft_vocabulary_is_the_most_frequent_of_what_was_written():
+    tokens = np.array([[9, 4, 4, 7], [9, 9, 2, 2]], np.int32)
+    mask = np.array([[True] * 4, [False, True, True, False]])
+    texts = targets.Texts(tokens=tokens, mask=mask)
+    found = lambda size: targets.draft_vocabulary(texts, size=size, vocab_size=12)
+    np.testing.assert_array_equal(found(2), [2, 4])  # prompts have 9; 7 is written once
+    np.testing.assert_array_equal(found(3), [2, 4, 7])
+    assert found(12) is None
+    with pytest.raises(ValueError, match="it must be from 1 to 12"):
+        found(13)
+
+
+PROGRAM = """
+import functools
+import jax, numpy as np, pytest, random_weights, tiny_pair
+from spec_jax.model import block_params, params as params_lib
+from spec_jax.training import block, loop, targets
+
+random_weights.install()
+config = tiny_pair.config(
+    vocab_size=32, hidden_size=16, intermediate_size=24, head_dim=8,
+    tie_word_embeddings=True,
+)
+params = params_lib.init(jax.random.key(0), config, stddev=0.3)
+head = block_params.BlockConfig(
+    layer=config, draft_vocab_size=32, taps=(0,), block_size=3, slots="anchor-first",
+    mask_token_id=0, head="vanilla", markov_rank=4, has_confidence=True,
+    confidence_with_markov=True,
+)
+# Texts of other lengths, so that devices have other weights.
+rng = np.random.default_rng(0)
+texts = {
+    "tokens": rng.integers(0, 32, (16, 13)).astype(np.int32),
+    "mask": np.arange(13) >= np.arange(16)[:, None] % 12,
+} | {
+    name: rng.normal(size=(16, 13, 16)).astype(np.float32)
+    for name in ("features", "final")
+}
+draw = block.anchors_of(head, seed=0, count=4, hot=None)
+batch = draw(texts, np.arange(16), 0)
+given = block.init(jax.random.key(0), head, config, params, None)
+teacher, made = targets.teacher_of(params, None), {}
+loss = functools.partial(block.loss, head)
+for count in (1, 8):
+    run = functools.partial(loop.value_and_grad, loss, part_size=2)
+    inputs = jax.jit(functools.partial(run, mesh=loop.data_mesh(count)))
+    compiled = inputs.lower(given, batch, teacher).compile()
+    made[count] = compiled(given, batch, teacher)
+    assert ("all-reduce" in compiled.as_text()) == (count == 8), count
+# Negative control: the features of other texts.
+made["other"] = compiled(given, batch | {"features": batch["features"][::-1]}, teacher)
+error = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))
+errors = [
+    max(jax.tree.leaves(jax.tree.map(error, made[which], made[1])))
+    for which in (8, "other")
+]
+assert errors[0] < 1e-5 and errors[1] > 1e-3, errors
+with pytest.raises(ValueError, match="9 devices: jax has 8 here"):
+    loop.data_mesh(9)
+print("devices agree", len(jax.devices()))
+"""
+
+
+@pytest.mark.slow
+def test_eight_devices_have_the_gradients_of_one():
+    """Fails if sequences are lost, counted twice or not spread over the devices."""
+    flags = "--xla_force_host_platform_device_count=8"
+    flags += " --xla_backend_optimization_level=0"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    done = run_python("-c", PROGRAM, XLA_FLAGS=flags)
+    assert done.stdout.split() == ["devices", "agree", "8"], done.stderr

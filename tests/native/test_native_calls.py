@@ -1,6 +1,8 @@
-"""Native products: the order of their sums, segments, gates and shapes.
+"""Native products: the order of their sums, segments, gates and shapes; and attention:
+ranges of keys and infinite scores.
 
-The promises of every implementation are tested in `ops/test_projection`.
+The promises of every implementation are tested in `ops/test_projection` and
+`ops/test_row_attention`.
 """
 
 import dataclasses
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from native import emulation, native_oracle as oracle
-from ops import row_contract
+from ops import row_contract, row_slabs as slabs
 
 from spec_jax import testing
 from spec_jax.native import calls
@@ -20,21 +22,15 @@ from spec_jax.parallel import collectives
 ALL_SETS = pytest.mark.parametrize("isa", emulation.every(amx=True), indirect=True)
 
 
-def order_of(isa) -> oracle.SumOrder:
-    return oracle.SUM_ORDERS[isa.removeprefix("emulated_")]
-
-
 @ALL_SETS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("K", "N"), [(1, 1), (129, 25), (1100, 9), (40, 150)])
 def test_sums_have_the_stated_order(rng, isa, dtype, K, N):
     """Fails if a tile, a lone panel or a ragged end sums in an order of its own.
-
     Negative control: a reversed order, other roundings or pairs give other bits. (A
-    product of two bfloat16 is exact in float32: one rounding equals two there.)
-    """
+    product of two bfloat16 is exact in float32: one rounding equals two there.)"""
     x, w = (oracle.normal(rng, (n, K), dtype) for n in (17, N))
-    order = order_of(isa)
+    order = oracle.order_of(isa)
     expected = order.project(x, w)
     for live in (1, 3, 4, 5, 8, 9, 17):
         found = row_contract.sums(isa, x, w, live)
@@ -51,11 +47,10 @@ def test_sums_have_the_stated_order(rng, isa, dtype, K, N):
 
 @ALL_SETS
 def test_pairs_take_denormals_for_zero(isa):
-    """Fails if a denormal operand or partial sum is not taken for zero.
-
-    Without pairs the processor's mode decides this, and XLA sets it.
-    """
-    if not (order_of(isa).has_pairs or order_of(isa).has_tiles):
+    """Fails if a denormal operand or partial sum is not taken for zero. Without pairs
+    the processor's mode decides this, and XLA sets it."""
+    order = oracle.order_of(isa)
+    if not (order.has_pairs or order.has_tiles):
         pytest.skip(f"{isa} does not multiply by pairs")
     # Row 0 has a denormal operand. Row 1 has a product of 1e-39, which is denormal, and
     # row 2 has a product to add to it, 64 elements on.
@@ -67,7 +62,7 @@ def test_pairs_take_denormals_for_zero(isa):
     x[2, [4, 68]] = 1e-20, 1e-17
     x, w = (a.astype(jnp.bfloat16) for a in (x, w))
     y = row_contract.sums(isa, x, w)
-    testing.assert_same_bits(y, order_of(isa).project(x, w))
+    testing.assert_same_bits(y, order.project(x, w))
     assert y[:2].tolist() == [[0.0], [0.0]] and y[2, 0] > 0
 
 
@@ -128,3 +123,54 @@ def test_refusals():
         calls.project_segments(x, [piece] * 2, **live)
     with pytest.raises(ValueError, match=r"w has shape \(5, 3\), not \(4, 3\)"):
         calls.gate(x[:, :3], jnp.zeros((5, 3)), norm=jnp.ones(3), eps=0.0, **live)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ranges_of_long_texts(rng, isa, dtype):
+    """Fails if sums of ranges are combined wrongly, or have keys that a row cannot see.
+    Rows lie on both sides of the bounds of ranges, 1,024 and 2,048 keys."""
+    rows = slabs.window((1022, 1026), (2046, 2049))
+    slab = oracle.make_slab(
+        rng, rows, dtype=dtype, N=4, K=2, H=40, page_size=64, prefix=(1022, 2046)
+    )
+    attend = functools.partial(slabs.run, isa)
+    out, *_ = slabs.assert_row_contract(slab, attend)
+    expected, *_ = oracle.attend(slab, **slabs.numbers(slab))
+    testing.assert_rows_close(out, expected, dtype=dtype, reduction=40 + 2049)
+
+
+@pytest.mark.parametrize("position", [1018, 1024])
+def test_ranges_of_trees(rng, isa, position):
+    """Fails if rows of a tree begin their ranges elsewhere than rows of a chain."""
+    rows, width = [(0, position + i) for i in range(5)], 8
+    slab = oracle.make_slab(
+        rng, rows, dtype="bfloat16", N=4, K=2, H=16, page_size=64, prefix=(position,)
+    )
+    chain = slabs.run(isa, slab, 5)
+    # This branch is the chain itself: the last keys of each row are where they were.
+    branch = slab.positions[:, None] + np.arange(1 - width, 1, dtype=np.int32)
+    testing.assert_same_bits(slabs.run(isa, slab, 5, branch=branch), chain)
+    branch[3, -2] -= 1  # Negative control: one key taken twice.
+    tree = slabs.run(isa, slab, 5, branch=branch)
+    assert [*map(bool, (tree[0] != chain[0]).any(axis=1))] == [0, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_infinite_scores(rng, isa, sign):
+    """Fails if a score of -inf gets any weight, or one of inf does not give NaN. The
+    first `count` keys of the slot are infinite along the query's first element."""
+    for count in (1, 32, 33, 40):
+        slab = oracle.make_slab(
+            rng, [(0, 40)], dtype="float32", N=1, K=1, H=16, page_size=8, prefix=(40,)
+        )
+        slab.heads[0, 1:16] = 0  # The query keeps one element, and its sign.
+        slab.cos[:], slab.sin[:] = 1, 0
+        # The query's zeros meet zeros, as 0 * inf would be NaN.
+        for at in (slab.locate(0, position) for position in range(count)):
+            slab.k_pages[at] = 0
+            slab.k_pages[at][0, 0] = sign * np.sign(slab.heads[0, 0]) * np.inf
+        out, *_ = slabs.run(isa, slab, 1)
+        with np.errstate(invalid="ignore"):
+            expected, *_ = oracle.attend(slab, **slabs.numbers(slab))
+        assert np.isnan(expected).all() == (sign > 0)
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
