@@ -113,7 +113,7 @@ def comb(rows: int) -> tree_shapes.FixedTree:
 
 
 MOST_ROWS = 64
-"""Of a tree, so that they share a read of the weights."""
+"""Most rows of a tree: so many share a read of the weights."""
 
 _GIB = 2**30
 
