@@ -831,7 +831,7 @@ void overrun() {
   const float* none = nullptr;
   rows.begin(2, 32);
   set_group(x.data(), none, 32, 0.0f, 0, scratch.data(), rows);
-  multiply(rows.group(0), 2, w.data(), 2, rows.words(), sums, 2 * kPanel);
+  multiply(rows.group(0, 2), w.data(), 2, rows.words(), sums, 2 * kPanel);
 }
 
 // Adds integers so that they overflow.
