@@ -38,7 +38,7 @@ constexpr int64_t panels_of(int64_t N) { return (N + kPanel - 1) / kPanel; }
 
 // How far ahead weights are asked for, in each panel: a processor does not look far enough
 // by itself, and not past the end of what it has read so far.
-constexpr int64_t kAheadBytes = 8192;
+constexpr int64_t kAheadBytes = 4096;
 
 constexpr int64_t kBlock = 32;                             // weights that share a scale
 constexpr int64_t kLineBytes = 4 * kPanel;
