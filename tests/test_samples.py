@@ -9,6 +9,7 @@ import itertools
 
 import decoding
 import numpy as np
+import page_tables
 import pytest
 import tiny_pair
 from slow_cases import slow, slow_but
@@ -17,7 +18,7 @@ import spec_jax as sj
 from spec_jax import generation, testing
 from spec_jax.drafters import slots
 from spec_jax.engine import held
-from spec_jax.paging import allocator, cache
+from spec_jax.paging import allocator
 from spec_jax.rules import settings as settings_lib
 
 
@@ -173,7 +174,7 @@ def through_a_queue(folders, folder, kind, num_slots, *, shares) -> list:
         most = length - SHORT["max_tokens"] - 2  # The next pair holds a drawn token.
         found = [state.slots.num_rounds[slot]]
         for kv, count in ((state.cache, length - 1), (drafts, most)):
-            cache.check_integrity(kv)
+            page_tables.check_integrity(kv)
             found += decoding.held(kv, count, slot=slot)
         return found
 

@@ -70,7 +70,7 @@ class SlotRows(target_lib.Target):
         num_pages: int | None = None,
         shares: bool = False,
     ) -> paged.PagedKV:
-        """Allocates an empty cache with every slot open.
+        """Allocates an empty cache.
 
         Args:
           capacity: positions of each slot, or a little more.
