@@ -131,12 +131,12 @@ class Recorder(target_lib.Target):
     @property
     def draw(self) -> Callable[..., Int[Array, " P"]]:
         """The function that draws as the target does."""
-        return target_lib.draw_of(self.target)
+        return self.target.draw
 
     @property
     def sums(self) -> target_lib.Sums:
-        """The target's sums; see `target.sums_of`."""
-        return target_lib.sums_of(self.target)
+        """The target's sums."""
+        return self.target.sums
 
     def keep_path(
         self,

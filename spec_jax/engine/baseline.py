@@ -21,7 +21,6 @@ from spec_jax.engine import (
     protocols,
     rows,
     state as states,
-    target as target_lib,
 )
 from spec_jax.processors import processor as processor_lib
 from spec_jax.rules import sampling as sampling_lib
@@ -192,7 +191,7 @@ def _next_token(target, params, cache, token, position, sampling, processing=Non
         sampling,
         first_position=position,
         num_active=one,
-        sample=target_lib.draw_of(target),
+        sample=target.draw,
     )[0]
     return cache, jnp.where(sampling.temperature == 0, highest, drawn), is_finite
 

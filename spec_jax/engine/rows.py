@@ -25,8 +25,9 @@ from spec_jax.model import (
     params as params_lib,
     row_model,
 )
-from spec_jax.ops import dispatch, draw as draw_op
-from spec_jax.paging import allocator, cache as paged, index
+from spec_jax.ops import dispatch
+from spec_jax.paging import allocator, cache as paged
+from spec_jax.rules import sampling
 
 
 # Rows of a tile with native kernels, whose bits do not depend on the height: so many
@@ -239,14 +240,14 @@ class SlotRows(target_lib.Target):
         return self.model.choose(logits, num_active)
 
     @property
-    def draw(self) -> Callable[..., Int[Array, " P"]] | None:
-        """The model's own kernels for draws; see `target.draw_of`."""
-        return self.model.draw
+    def draw(self) -> Callable[..., Int[Array, " P"]]:
+        """The model's own kernels for draws, or XLA's."""
+        return self.model.draw or sampling.sample_each
 
     @property
-    def sums(self) -> draw_op.Sums | None:
-        """The model's own kernels for distributions; see `target.sums_of`."""
-        return self.model.sums
+    def sums(self) -> target_lib.Sums:
+        """The model's own kernels for distributions, or XLA's."""
+        return target_lib.Sums(*self.model.sums or ())
 
     def keep_path(
         self,
@@ -280,10 +281,6 @@ class SlotRows(target_lib.Target):
     def out_of_pages(self, kv: paged.PagedKV) -> Bool[Array, " B"]:
         """Returns for each slot whether its last reservation found no page."""
         return kv.out_of_pages
-
-    def pages_needed(self, num_positions: int, page_size: int) -> int:
-        """Returns the pages of a sequence of so many positions; a slot keeps one."""
-        return max(1, index.pages_for(num_positions, page_size))
 
 
 def of(target: Any, num_slots: int) -> Any:

@@ -190,7 +190,7 @@ class Scheduler:
             # A tree's drafts have places of their own, beyond where its paths end.
             most = limit - 2 + self.drafter.gamma_max
             num_positions = max(num_positions, min(most, self.slot_capacity))
-        return self.target.pages_needed(num_positions, self.page_size)
+        return index.pages_for(num_positions, self.page_size)
 
     def empty(
         self, *, draws: bool, processor: processor_lib.Processor | None = None

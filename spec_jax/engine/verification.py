@@ -62,7 +62,7 @@ def target_tokens(
     each = jax.tree.map(lambda leaf: leaf[verified.slots], sampling_settings)
     is_active = jnp.arange(highest.shape[0], dtype=jnp.int32) < verified.num_active
     draws = is_active & (each.temperature != 0)
-    drawn = target_lib.draw_of(target)(
+    drawn = target.draw(
         verified.logits, each, positions=verified.positions + 1, draws=draws
     )
     return jnp.where(draws, drawn, highest), is_finite
@@ -97,7 +97,7 @@ def decide(
             accept, target, verified, proposal, sampling_settings, highest, wanted
         )
     else:
-        sums = target_lib.sums_of(target)
+        sums = target.sums
         if proposal.parents is None:
             decide_one = functools.partial(_chain_by_uniforms, rule.accept_chain)
         else:
@@ -131,7 +131,7 @@ def _along_own_tokens(
     accept, target, verified, proposal, sampling_settings, highest, wanted
 ):
     """Follows trees by the target's own tokens, drawn along the path alone."""
-    highest, sample = verified.by_column(highest, fill=0), target_lib.draw_of(target)
+    highest = verified.by_column(highest, fill=0)
     is_greedy = sampling_settings is None
 
     def one(slot):
@@ -144,7 +144,7 @@ def _along_own_tokens(
             logits = verified.logits.at[row].get(mode="clip")
             positions = verified.positions.at[row].get(mode="clip") + 1
             draws = each.temperature != 0
-            drawn = sample(logits, each, positions=positions, draws=draws)
+            drawn = target.draw(logits, each, positions=positions, draws=draws)
             return jnp.where(draws, drawn, highest[column])[0]
 
         return accept(

@@ -74,7 +74,9 @@ def over_tiles(
         kv, outputs = carry
         start = number * tile
         cut = lambda values: jax.lax.dynamic_slice_in_dim(values, start, tile)
-        kv, parts = forward(kv, _tile_of(rows, start, tile), jax.tree.map(cut, inputs))
+        part, given = jax.tree.map(cut, (rows.replace(num_active=None), inputs))
+        num_active = jnp.clip(rows.num_active - start, 0, tile)
+        kv, parts = forward(kv, part.replace(num_active=num_active), given)
 
         def keep(all_, part):
             at = (start, *(jnp.int32(0) for _ in part.shape[1:]))
@@ -156,16 +158,3 @@ def _layout(
         return laid_out
     cut = lambda values: jax.lax.dynamic_slice_in_dim(values, first, num_rows, axis=1)
     return cut(laid_out[0]), cut(laid_out[1])
-
-
-def _tile_of(rows: decoder.Rows, start: jax.Array, height: int) -> decoder.Rows:
-    def cut(values):
-        return jax.lax.dynamic_slice_in_dim(values, start, height)
-
-    return decoder.Rows(
-        tokens=cut(rows.tokens),
-        slots=cut(rows.slots),
-        positions=cut(rows.positions),
-        num_active=jnp.clip(rows.num_active - start, 0, height),
-        branch=None if rows.branch is None else cut(rows.branch),
-    )

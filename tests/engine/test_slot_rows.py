@@ -179,11 +179,23 @@ def _append(**changes):
     return wrap
 
 
+def _first_again(real):
+    """Plants an `over_tiles` that runs the first tile in the place of each."""
+
+    def over_tiles(forward, kv, rows, *more, tile):
+        again = lambda x: jnp.tile(x[:tile], len(x) // tile)
+        names = "tokens", "slots", "positions"
+        rows = rows.replace(**{name: again(getattr(rows, name)) for name in names})
+        return real(forward, kv, rows, *more, tile=tile)
+
+    return over_tiles
+
+
 FAULTS = (
     (windows, "_append", _append(positions=lambda x: x + 1)),
     (windows, "_append", _append(slots=lambda x: (x + 1) % 4)),
     (windows, "_append", _append(at=lambda x: jnp.roll(x, 1, axis=0))),
-    (windows, "_tile_of", lambda real: lambda rows, _, height: real(rows, 0, height)),
+    (windows, "over_tiles", _first_again),
 )
 """Rows with the next position, a neighbour's slot or rows, or the first tile again."""
 
