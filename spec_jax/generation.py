@@ -14,7 +14,12 @@ import jax
 import numpy as np
 
 from spec_jax import inputs, keywords, results, run as run_lib, scoring
-from spec_jax.engine import checks, ends as ends_lib, requests as requests_lib
+from spec_jax.engine import (
+    checks,
+    ends as ends_lib,
+    requests as requests_lib,
+    round as round_lib,
+)
 from spec_jax.language_model import LanguageModel
 from spec_jax.model import tokenizer as tokenizer_lib
 
@@ -196,7 +201,7 @@ def stream(
     run, alone = prepare(lm, prompt, num_slots=1, **settings)
     if not alone:
         raise ValueError(
-            f"stream takes one prompt, not {len(run.prompts)}: call it for each, or "
+            f"stream takes one prompt, not {len(run.requests)}: call it for each, or "
             "generate them together"
         )
     if lm.tokenizer is None:
@@ -215,9 +220,9 @@ def _pieces(
         tokenizer, skip_special_tokens=run.skip_special_tokens, stops=run.stops
     )
     ends = run.ends()
-    state, seen = run.scheduler.begin(run.requests[0]), len(run.prompts[0])
+    state, seen = run.scheduler.begin(run.requests[0]), len(run.requests[0].prompt)
     while bool(state.slots.running[0]):
-        state = run.algo.run(run.params, state, max_rounds=1)
+        state = round_lib.run(run.scheduler.speculator, state, max_rounds=1)
         slots = jax.device_get(state.slots)
         checks.check_pages(slots.status, slots.length, state.cache)
         if ends is not None:
@@ -284,7 +289,7 @@ def decode(
     """
     run, alone = prepare(lm, prompt, n=n, **settings)
     outs = []
-    for number in range(len(run.prompts)):
+    for number in range(len(run.requests)):
         started = time.perf_counter()
         state = run.decode(number)
         seconds = time.perf_counter() - started

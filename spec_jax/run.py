@@ -26,6 +26,7 @@ from spec_jax.engine import (
     ends as ends_lib,
     protocols,
     requests as requests_lib,
+    round as round_lib,
     scheduler as scheduler_lib,
     state as states,
     verification,
@@ -52,8 +53,6 @@ class Run:
     """A call whose arguments are checked, and which can run."""
 
     lm: LanguageModel
-    algo: algorithms.Speculative
-    prompts: list[list[int]]
     requests: list[requests_lib.Request]
     scheduler: scheduler_lib.Scheduler
     skip_special_tokens: bool
@@ -139,8 +138,6 @@ class Run:
         scheduler.check_all(requests)
         return cls(
             lm=lm,
-            algo=algo,
-            prompts=[prompt for prompt in prompts for _ in range(samples)],
             requests=requests,
             scheduler=scheduler,
             skip_special_tokens=skip_special_tokens,
@@ -159,13 +156,8 @@ class Run:
         scheduler, requests, costs = default_gamma.adapted(
             self.lm, self.scheduler, self.requests
         )
-        policy = scheduler.speculator.gamma_policy
         return dataclasses.replace(
-            self,
-            algo=dataclasses.replace(self.algo, policy=policy),
-            scheduler=scheduler,
-            requests=requests,
-            costs=costs,
+            self, scheduler=scheduler, requests=requests, costs=costs
         )
 
     @property
@@ -173,14 +165,9 @@ class Run:
         """The baseline."""
         return algorithms.autoregressive(self.lm.target)
 
-    @property
-    def params(self) -> algorithms.Params:
-        """The parameters of `algo`."""
-        return self.lm.params, self.lm.drafter_params
-
     def warn(self) -> None:
         """Warns of drafts past the positions that the drafter was trained for."""
-        longest = max(map(len, self.prompts)) + self.requests[0].max_tokens
+        longest = max(len(one.prompt) + one.max_tokens for one in self.requests)
         checks.warn_positions(self.lm.drafter, longest)
 
     def ends(self) -> ends_lib.Ends | None:
@@ -206,7 +193,7 @@ class Run:
         Raises as `algorithms.Autoregressive.generated`.
         """
         state, ends = self.begin_decoding(number), self.ends()
-        steps = algorithms.UNTIL_DONE if ends is None else 1
+        steps = round_lib.UNTIL_DONE if ends is None else 1
         while not bool(state.done[0]):
             state = self.base.run(self.lm.params, state, max_rounds=steps)
             tokens = self.base.generated(state)[0]  # Raises flagged errors.
@@ -261,7 +248,7 @@ class Run:
         self, state: baseline.DecodeState, number: int, seconds: float
     ) -> results.Generation:
         """Returns the result of autoregressive decoding."""
-        num_prompt, length = len(self.prompts[number]), int(state.length)
+        num_prompt, length = len(self.requests[number].prompt), int(state.length)
         tokens = np.asarray(state.tokens)[num_prompt:length].tolist()
         counters = metrics_lib.Counters(
             tokens=len(tokens),
@@ -282,10 +269,11 @@ class Run:
         summary["repetition"] = metrics_lib.repetition(tokens)
         scores: dict[str, Any] = {}
         request = self.requests[number]
+        prompt = checks.token_list(request.prompt)
         if self.log_probs or self.top_logprobs:
             made = scoring.of_tokens(
                 lm,
-                self.prompts[number],
+                prompt,
                 tokens,
                 request.sampling,
                 processor=request.processor,
@@ -298,7 +286,7 @@ class Run:
             tokens=tokens,
             pieces=self._pieces(tokens),
             origins=[results.Origin(origin) for origin in origins],
-            prompt_tokens=self.prompts[number],
+            prompt_tokens=prompt,
             status=results.Status(int(status)),
             metrics=summary | {"e2e_s": seconds},
             provenance=provenance(lm) | self._of_rounds() | _of_noise(request.sampling),

@@ -312,19 +312,10 @@ def admit(
 
 
 def generate(
-    scheduler: scheduler_lib.Scheduler,
-    state: states.State,
-    *,
-    max_rounds: int = 10_000,
-    until_one_ends: bool = False,
+    scheduler: scheduler_lib.Scheduler, state: states.State, **until
 ) -> states.State:
     """Runs rounds of all slots, in one call."""
-    return round_lib.generate(
-        scheduler.speculator,
-        state,
-        max_rounds=jnp.int32(max_rounds),
-        until_one_ends=jnp.bool_(until_one_ends),
-    )
+    return round_lib.run(scheduler.speculator, state, **until)
 
 
 def held(kv: paged.PagedKV, length: int, *, slot: int = 0) -> list[np.ndarray]:

@@ -244,14 +244,14 @@ def test_prefixes(folders):
         (np.array(ids), whole[len(ids) :]),
     ):
         run, _ = generation.prepare(lm, prompt, prefix=prefix)
-        assert run.prompts == [whole] and run.scheduler.prefill_by_rows
+        assert run.requests[0].prompt == whole and run.scheduler.prefill_by_rows
     template = "{% for m in messages %}{{ m.content }};{% endfor %}"
     tokenizer = dataclasses.replace(lm.tokenizer, chat_template=template)
     chats = dataclasses.replace(lm, tokenizer=tokenizer)
     first = [{"role": "system", "content": "be brief"}]
     asked = [{"role": "user", "content": "hi"}]
     run, _ = generation.prepare(chats, asked, prefix=first)
-    assert run.prompts == [lm.tokenizer.encode("be brief;hi;")]
+    assert run.requests[0].prompt == lm.tokenizer.encode("be brief;hi;")
 
 
 def test_pages_of_all_slots_are_not_bounded(lm):

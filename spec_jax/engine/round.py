@@ -53,6 +53,9 @@ Slots = state_lib.Slots
 Status = state_lib.Status
 RoundInfo = commit_lib.RoundInfo
 
+UNTIL_DONE = 1 << 30
+"""A bound on rounds that no run reaches."""
+
 
 class Speculator(pytree.Node):
     """The parts that all rounds of a generation share.
@@ -310,3 +313,19 @@ def generate(
 
     _, state = jax.lax.while_loop(keep_going, body, (jnp.int32(0), state))
     return state
+
+
+def run(
+    speculator: Speculator,
+    state: State,
+    *,
+    max_rounds: int = UNTIL_DONE,
+    until_one_ends: bool = False,
+) -> State:
+    """Calls `generate` with numbers of the host: one program for all of them."""
+    return generate(
+        speculator,
+        state,
+        max_rounds=jnp.int32(max_rounds),
+        until_one_ends=jnp.bool_(until_one_ends),
+    )

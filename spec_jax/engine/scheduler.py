@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.engine import (
@@ -374,7 +373,7 @@ class Scheduler:
         requests: Sequence[requests_lib.Request],
         *,
         state: states.State | None = None,
-        rounds_per_call: int = 1 << 30,
+        rounds_per_call: int = round_lib.UNTIL_DONE,
         keep: Callable[[states.State, int], Any] = lambda state, slot: None,
         ends: ends_lib.Ends | None = None,
     ) -> Iterator[requests_lib.Finished]:
@@ -416,11 +415,11 @@ class Scheduler:
                 state = self.admit(
                     state, free.pop(0), request, refills=refills, held=held
                 )
-            state = round_lib.generate(
+            state = round_lib.run(
                 self.speculator,
                 state,
-                max_rounds=jnp.int32(rounds_per_call),
-                until_one_ends=jnp.bool_(bool(waiting)),
+                max_rounds=rounds_per_call,
+                until_one_ends=bool(waiting),
             )
             checks.check_refused([state.cache, state.memory])
             slots = jax.device_get(state.slots)
