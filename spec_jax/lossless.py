@@ -105,7 +105,9 @@ def check_lossless(
     comparisons = []
     for first in range(0, len(run.requests), slots):
         numbers = range(first, min(first + slots, len(run.requests)))
-        comparisons += _compare(run, numbers)
+        state = _generate(run, numbers)
+        each = enumerate(numbers)
+        comparisons += [_compare(run, state, slot, number) for slot, number in each]
     return Report(comparisons=tuple(comparisons))
 
 
@@ -117,13 +119,7 @@ def _generate(run: run_lib.Run, numbers: range) -> states.State:
     return round_lib.run(speculator, watched.attach(state))
 
 
-def _compare(run: run_lib.Run, numbers: range) -> list[Comparison]:
-    """Compares requests that are generated together, one in each slot."""
-    state = _generate(run, numbers)
-    return [_compare_slot(run, state, slot, n) for slot, n in enumerate(numbers)]
-
-
-def _compare_slot(
+def _compare(
     run: run_lib.Run, state: states.State, slot: int, number: int
 ) -> Comparison:
     """Compares one slot with decoding of its request alone, on other pages."""

@@ -91,9 +91,8 @@ class Run:
             which can continue from the K/V that another slot holds.
         """
         rule = rule_lib.of(rule)
-        checks.check_max_tokens(max_tokens)
         samples = 1 if n is None else n
-        checks.check_count(n=samples)
+        checks.check_count(max_tokens=max_tokens, n=samples)
         scoring.check_top(top_logprobs, lm.target.config.vocab_size)
         if isinstance(gamma, tree_shapes.AnyTree):
             lm, gamma = lm.with_tree(gamma), gamma.nodes

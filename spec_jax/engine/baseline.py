@@ -107,7 +107,7 @@ def begin(
         such numbers, or a processor of another vocabulary.
     """
     capacity = kv.slot_capacity
-    checks.check_max_tokens(max_tokens)
+    checks.check_count(max_tokens=max_tokens)
     prompt = checks.check_prompt(
         prompt, vocab_size=target.config.vocab_size, capacity=capacity
     )

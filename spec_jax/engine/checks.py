@@ -62,11 +62,6 @@ def check_prompt(
     return prompt
 
 
-def check_max_tokens(max_tokens: int) -> None:
-    """Raises `ValueError` unless `max_tokens` is a whole number of at least 1."""
-    check_count(max_tokens=max_tokens)
-
-
 def check_count(**counts: int) -> None:
     """Raises `ValueError` unless each, by its name, is a whole number from 1 on, which
     int32 holds."""

@@ -120,11 +120,12 @@ class ForwardTarget(target_lib.Target):
         num_active, at = windows.places(window, height)
         pack = functools.partial(windows.packed, window, height)
         own_slots = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None]
+        columns = jnp.arange(window.tokens.shape[1], dtype=jnp.int32)
         is_active = jnp.arange(height, dtype=jnp.int32) < num_active
         rows = decoder.Rows(
             tokens=pack(window.tokens),
             slots=jnp.where(is_active, pack(own_slots), self.num_slots),
-            positions=pack(protocols.positions(window)),
+            positions=pack(window.start[:, None] + columns[None]),
             num_active=num_active,
         )
         # A loop even where one slab holds all rows: its body is compiled by itself.

@@ -25,7 +25,7 @@ from spec_jax.model import (
     params as params_lib,
     row_model,
 )
-from spec_jax.ops import dispatch
+from spec_jax.ops import dispatch, page_move
 from spec_jax.paging import allocator, cache as paged
 from spec_jax.rules import sampling
 
@@ -261,14 +261,16 @@ class SlotRows(target_lib.Target):
         num_slots, depth_max = path.shape
         steps = jnp.broadcast_to(jnp.arange(depth_max, dtype=jnp.int32), path.shape)
         slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
-        return paged.move(
-            kv,
+        pools = page_move.page_move(
+            (*kv.k, *kv.v),
+            page_table=kv.page_table,
             slots=jnp.broadcast_to(slots, path.shape).reshape(-1),
             sources=(start[:, None] + path).reshape(-1),
             targets=(start[:, None] + steps + 1).reshape(-1),
             moves=(steps < num_kept[:, None]).reshape(-1),
             impl=self.model.cache_impl,
         )
+        return kv.replace(k=pools[: len(kv.k)], v=pools[len(kv.k) :])
 
     def truncate(
         self, kv: paged.PagedKV, new_len: Int[Array, " B"], *, asked: Bool[Array, " B"]

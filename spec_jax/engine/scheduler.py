@@ -156,7 +156,7 @@ class Scheduler:
             vocab_size=self.vocab_size,
             capacity=self.slot_capacity,
         )
-        checks.check_max_tokens(request.max_tokens)
+        checks.check_count(max_tokens=request.max_tokens)
         if request.gamma is not None:
             checks.check_gamma(request.gamma, self.drafter.gamma_max)
         if request.processor is not None:

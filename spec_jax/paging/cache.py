@@ -10,10 +10,10 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from spec_jax import pytree
-from spec_jax.ops import bits, page_move, page_write
+from spec_jax.ops import bits, page_write
 from spec_jax.typing import typed
 
 
@@ -156,32 +156,6 @@ def write(
         k=page_write.page_write(kv.k[layer], k, **where),
         v=page_write.page_write(kv.v[layer], v, **where),
     )
-
-
-@typed
-def move(
-    kv: PagedKV,
-    *,
-    slots: Int[Array, " Q"],
-    sources: Int[Array, " Q"],
-    targets: Int[Array, " Q"],
-    moves: Bool[Array, " Q"],
-    impl: str = "xla",
-) -> PagedKV:
-    """Copies the K/V of places to other places of their slots, in all layers.
-
-    Lengths do not change. See `ops.page_move`.
-    """
-    pools = page_move.page_move(
-        (*kv.k, *kv.v),
-        page_table=kv.page_table,
-        slots=slots,
-        sources=sources,
-        targets=targets,
-        moves=moves,
-        impl=impl,
-    )
-    return kv.replace(k=pools[: len(kv.k)], v=pools[len(kv.k) :])
 
 
 def copy_page(kv: PagedKV, source: jax.Array, target: jax.Array) -> PagedKV:
