@@ -91,27 +91,14 @@ def decide(
         return _along_chains(rule, own, is_finite, verified, proposal)
     highest = target.choose(verified.logits, verified.num_active)
     is_finite = finite_rows(verified.logits, highest)
-    if rule.is_exact:
+    accept = rule.accept_chain
+    if proposal.parents is not None:
         accept = functools.partial(rule.accept_tree, depth_max=depth_max)
-        outcome = _along_own_tokens(
-            accept, target, verified, proposal, sampling_settings, highest, wanted
-        )
+    given = accept, target, verified, proposal, sampling_settings, wanted
+    if rule.is_exact:
+        outcome = _along_own_tokens(*given, highest)
     else:
-        sums = target.sums
-        if proposal.parents is None:
-            decide_one = functools.partial(_chain_by_uniforms, rule.accept_chain)
-        else:
-            accept = functools.partial(rule.accept_tree, depth_max=depth_max)
-            decide_one = functools.partial(_tree_by_uniforms, accept)
-        outcome = _by_uniforms(
-            functools.partial(decide_one, row_sums=sums.row_sums),
-            verified,
-            proposal,
-            sampling_settings,
-            first_position,
-            wanted,
-            sums.distribution,
-        )
+        outcome = _by_uniforms(*given, first_position)
     return outcome, verified.by_column(is_finite, fill=True)
 
 
@@ -128,7 +115,7 @@ def _along_chains(rule, own, is_finite, verified, proposal):
 
 
 def _along_own_tokens(
-    accept, target, verified, proposal, sampling_settings, highest, wanted
+    accept, target, verified, proposal, sampling_settings, wanted, highest
 ):
     """Follows trees by the target's own tokens, drawn along the path alone."""
     highest = verified.by_column(highest, fill=0)
@@ -163,17 +150,11 @@ def _along_own_tokens(
 
 
 def _by_uniforms(
-    decide_one,
-    verified,
-    proposal,
-    sampling_settings,
-    first_position,
-    wanted,
-    distribution,
+    accept, target, verified, proposal, sampling_settings, wanted, first_position
 ):
     """Decides slot by slot, in a loop: only one slot's logits are copied at a time."""
     num_slots, gamma_max = proposal.tokens.shape
-    vocab_size = verified.logits.shape[-1]
+    vocab_size, sums = verified.logits.shape[-1], target.sums
     if sampling_settings is None:
         sampling_settings = sampling.greedy(num_slots)
 
@@ -181,43 +162,22 @@ def _by_uniforms(
         """Decides one slot's proposal."""
         proposal, settings, position, at, wanted = slot
         logits = verified.logits.at[at].get(mode="fill", fill_value=0)
-        return decide_one(
-            proposal,
-            distribution(logits, settings),
-            wanted,
-            uniforms=sampling.uniforms(settings.seed, position, gamma=gamma_max),
-            noise=sampling.noise(
-                settings.seed,
-                position,
-                vocab_size=vocab_size,
-                stream=sampling.Stream.OWN,
-            ),
-        )
+        tokens, draft_probs = proposal.tokens, proposal.probs
+        target_probs = sums.distribution(logits, settings)
+        seed, own = settings.seed, sampling.Stream.OWN
+        random = {
+            "uniforms": sampling.uniforms(seed, position, gamma=gamma_max),
+            "noise": sampling.noise(seed, position, vocab_size=vocab_size, stream=own),
+        }
+        if proposal.parents is not None:
+            drafts = tokens, proposal.parents, draft_probs, target_probs
+            drafts = *drafts, proposal.num_drafted, wanted
+        else:  # A chain has no more drafts than are wanted.
+            if draft_probs is None:
+                draft_probs = jax.nn.one_hot(tokens, vocab_size, dtype=jnp.float32)
+            drafts = tokens, draft_probs, target_probs, proposal.num_drafted
+        return accept(*drafts, **random, row_sums=sums.row_sums)
 
     return jax.lax.map(
         one, (proposal, sampling_settings, first_position, verified.at, wanted)
-    )
-
-
-def _chain_by_uniforms(accept, proposal, target_probs, wanted, **noise):
-    """Decides on a chain, which has no more drafts than are wanted."""
-    draft_probs = proposal.probs
-    if draft_probs is None:
-        vocab_size = target_probs.shape[-1]
-        draft_probs = jax.nn.one_hot(proposal.tokens, vocab_size, dtype=jnp.float32)
-    return accept(
-        proposal.tokens, draft_probs, target_probs, proposal.num_drafted, **noise
-    )
-
-
-def _tree_by_uniforms(accept, proposal, target_probs, wanted, **noise):
-    """Decides on a tree."""
-    return accept(
-        proposal.tokens,
-        proposal.parents,
-        proposal.probs,
-        target_probs,
-        proposal.num_drafted,
-        wanted,
-        **noise,
     )
