@@ -338,11 +338,11 @@ class Autoregressive:
 
     def generated(self, state: Decoding) -> list[list[int]]:
         """Returns what each slot generated; raises as `Speculative.generated`."""
-        size = self.target.config.vocab_size
-        return [
-            baseline.committed(one, vocab_size=size)[int(start) :]
-            for one, start in zip(state.sequences, state.prompt_len, strict=True)
-        ]
+        found = []
+        for one, start in zip(state.sequences, state.prompt_len, strict=True):
+            baseline.check(one, vocab_size=self.target.config.vocab_size)
+            found.append(jax.device_get(one.tokens)[start : one.length].tolist())
+        return found
 
 
 def speculative(

@@ -268,6 +268,11 @@ class Run:
         summary["repetition"] = metrics_lib.repetition(tokens)
         scores: dict[str, Any] = {}
         request = self.requests[number]
+        known = provenance(lm) | {"rule": self.scheduler.rule.name}
+        if self.costs is not None:
+            known["round_costs"] = dataclasses.asdict(self.costs)
+        if request.sampling is not None and float(request.sampling.temperature):
+            known["seed"] = int(request.sampling.seed)  # Of this sample alone.
         prompt = checks.token_list(request.prompt)
         if self.log_probs or self.top_logprobs:
             made = scoring.of_tokens(
@@ -288,16 +293,9 @@ class Run:
             prompt_tokens=prompt,
             status=results.Status(int(status)),
             metrics=summary | {"e2e_s": seconds},
-            provenance=provenance(lm) | self._of_rounds() | _of_noise(request.sampling),
+            provenance=known,
             **scores,
         )
-
-    def _of_rounds(self) -> dict[str, Any]:
-        """Returns the rule, and the costs by which gamma was chosen, if any."""
-        found: dict[str, Any] = {"rule": self.scheduler.rule.name}
-        if self.costs is not None:
-            found["round_costs"] = dataclasses.asdict(self.costs)
-        return found
 
     def _pieces(self, tokens: list[int]) -> list[str]:
         """Returns the text of each token; [] without a tokenizer."""
@@ -324,13 +322,6 @@ def provenance(lm: LanguageModel) -> dict[str, Any]:
     if lm.target.config.is_bytes:
         found["weights"] = lm.target.config.weights
     return found if layout is None else found | layout.describe()
-
-
-def _of_noise(sampling: Any) -> dict[str, Any]:
-    """Returns the seed of this sample's own noise; {} if it is greedy."""
-    if sampling is None or not float(sampling.temperature):
-        return {}
-    return {"seed": int(sampling.seed)}
 
 
 def _is_policy(gamma: Any) -> bool:

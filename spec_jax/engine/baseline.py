@@ -275,9 +275,3 @@ def check(state: DecodeState, *, vocab_size: int) -> None:
     checks.check_slot(state, vocab_size=vocab_size)
     checks.check_pages(state.status[None], state.length[None], state.cache)
     checks.check_refused([state.cache])
-
-
-def committed(state: DecodeState, *, vocab_size: int) -> list[int]:
-    """Returns the prompt and what was generated; raises as `check`."""
-    check(state, vocab_size=vocab_size)
-    return jax.device_get(state.tokens)[: int(state.length)].tolist()

@@ -50,6 +50,12 @@ class SlotRows(target_lib.Target):
     model: row_model.RowModel
     num_slots: int
 
+    # Whether the model has `run_chains`; whether a prompt is prefilled by rows where
+    # `by_rows` is None.
+    runs_chains = target_lib.passed_on("runs_chains", of="model")
+    prefills_by_rows = target_lib.passed_on("prefills_by_rows", of="model")
+    choose = target_lib.passed_on("choose", of="model")
+
     def __post_init__(self) -> None:
         checks.check_count(num_slots=self.num_slots)
 
@@ -94,11 +100,6 @@ class SlotRows(target_lib.Target):
             num_pages=num_pages,
             shares=shares,
         )
-
-    @property
-    def prefills_by_rows(self) -> bool:
-        """Whether a prompt is prefilled by rows where `by_rows` is None."""
-        return self.model.prefills_by_rows
 
     def share(
         self, kv: paged.PagedKV, source: int, slot: int, length: int
@@ -157,11 +158,6 @@ class SlotRows(target_lib.Target):
     ) -> paged.PagedKV:
         """Runs each slot's active columns for their K/V; computes no logits."""
         return self._run(params, kv, window, with_logits=False)[2]
-
-    @property
-    def runs_chains(self) -> bool:
-        """Whether the model has `run_chains`."""
-        return self.model.runs_chains
 
     def run_chains(
         self,
@@ -232,12 +228,6 @@ class SlotRows(target_lib.Target):
         if most := dispatch.most_rows(impl):
             return min(dispatch.whole_slabs(impl, num_rows), most)
         return tile_of(impl, self.model.slab, num_rows)
-
-    def choose(
-        self, logits: Float[Array, "P V"], num_active: Int[Array, ""]
-    ) -> Int[Array, " P"]:
-        """Returns the token of highest logit of each active row."""
-        return self.model.choose(logits, num_active)
 
     @property
     def draw(self) -> Callable[..., Int[Array, " P"]]:

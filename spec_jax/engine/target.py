@@ -1,6 +1,7 @@
 """The protocol of a target: a model that verifies drafts, of all slots at once."""
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -120,3 +121,9 @@ class Target(Protocol):
         """Returns for each slot whether its last window found no page."""
         del cache
         return jnp.zeros((self.num_slots,), bool)
+
+
+def passed_on(name: str, *, of: str) -> Any:
+    """Returns a property of a target that is that of its field `of`, or a method."""
+    found = operator.attrgetter(f"{of}.{name}")
+    return property(found, doc=getattr(vars(Target).get(name), "__doc__", None))
