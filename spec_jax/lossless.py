@@ -100,7 +100,7 @@ def check_lossless(
         )
     known = list(inspect.signature(generation.generate).parameters)
     keywords.check_names("check_lossless", known, settings)
-    run, _ = generation.prepare(lm, prompt, **settings)
+    run = run_lib.Run.make(lm, prompt, **settings)
     slots = run.scheduler.target.num_slots
     comparisons = []
     for first in range(0, len(run.requests), slots):

@@ -4,7 +4,7 @@ Arguments that cannot be used raise errors here, before anything is allocated.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -59,6 +59,7 @@ class Run:
     log_probs: bool
     top_logprobs: int
     n: int | None
+    alone: bool  # the prompt is one, not a list
     stops: tuple[bytes, ...] = ()  # texts
     costs: costs_lib.RoundCosts | None = None  # by which the default policy chooses
 
@@ -66,8 +67,10 @@ class Run:
     def make(
         cls,
         lm: LanguageModel,
-        prompts: list[list[int]],
+        prompt: inputs.Prompt | Sequence[inputs.Prompt],
         *,
+        chat: Mapping[str, Any] | None = None,
+        prefix: inputs.Prompt | None = None,
         max_tokens: int = 64,
         gamma: Gamma = None,
         policy_state: policy_lib.State = None,
@@ -79,17 +82,12 @@ class Run:
         log_probs: bool = False,
         top_logprobs: int = 0,
         n: int | None = None,
-        has_prefix: bool = False,
         num_slots: int | None = None,
         rule: verification.Rule = "coupled",
         page_size: int = PAGE_SIZE,
     ) -> "Run":
-        """Makes the run of a call; raises before anything is allocated.
-
-        Args:
-          has_prefix: whether the prompts begin alike: they are then prefilled by rows,
-            which can continue from the K/V that another slot holds.
-        """
+        """Makes the run of a call; takes and raises as `generation.generate`."""
+        prompts, alone = inputs.encode(lm, prompt, chat, prefix)
         rule = rule_lib.of(rule)
         samples = 1 if n is None else n
         checks.check_count(max_tokens=max_tokens, n=samples)
@@ -118,6 +116,9 @@ class Run:
         checks.check_count(num_slots=num_slots)
         num_slots = min(num_slots, len(requests))
         is_paged = lm.target.cache == "paged"
+        # Prompts that begin alike are prefilled by rows, which can continue from K/V that
+        # another slot holds.
+        has_prefix = prefix is not None
         shares = is_paged and len(requests) > 1 and (has_prefix or samples > 1)
         algo = algorithms.speculative(lm.target, lm.drafter, rule=rule, policy=policy)
         own = () if ignore_eos else lm.stop_ids
@@ -143,6 +144,7 @@ class Run:
             log_probs=log_probs,
             top_logprobs=top_logprobs,
             n=n,
+            alone=alone,
             stops=stops,
             costs=costs,
         )
@@ -216,13 +218,13 @@ class Run:
             prefill_by_rows=self.scheduler.prefill_by_rows,
         )
 
-    def shaped(self, outs: list[Any], *, alone: bool) -> Any:
+    def shaped(self, outs: list[Any]) -> Any:
         """Returns the results by prompt: for each a list if `n` was given, else one;
-        without the outer list if the prompt was `alone`."""
+        without the outer list if the prompt was one."""
         if self.n is not None:
             firsts = range(0, len(outs), self.n)
             outs = [outs[first : first + self.n] for first in firsts]
-        return outs[0] if alone else outs
+        return outs[0] if self.alone else outs
 
     def generation(
         self, slot: states.Slots, number: int, seconds: float, *, shared: int = 0
