@@ -138,7 +138,7 @@ def generate(
     run = run_lib.Run.make(lm, prompt, n=n, **settings)
     run.warn()
     started = time.perf_counter()
-    run = run.adapted() if settings.get("gamma") is None else run
+    run = run.adapted()
     finished = {one.number: one for one in run.finish()}
     seconds = time.perf_counter() - started
     outs = [
@@ -185,15 +185,15 @@ def stream(
     if lm.tokenizer is None:
         raise ValueError("stream yields text, and the model has no tokenizer")
     run.warn()
-    return _pieces(run, lm.tokenizer, adapts=settings.get("gamma") is None)
+    return _pieces(run, lm.tokenizer)
 
 
 def _pieces(
-    run: run_lib.Run, tokenizer: tokenizer_lib.Tokenizer, *, adapts: bool
+    run: run_lib.Run, tokenizer: tokenizer_lib.Tokenizer
 ) -> Generator[Piece, None, results.Generation]:
     """Runs round after round; yields a piece for each run of tokens of one origin."""
     started = time.perf_counter()
-    run = run.adapted() if adapts else run
+    run = run.adapted()
     decoder = tokenizer_lib.PieceDecoder(
         tokenizer, skip_special_tokens=run.skip_special_tokens, stops=run.stops
     )

@@ -60,6 +60,7 @@ class Run:
     top_logprobs: int
     n: int | None
     alone: bool  # the prompt is one, not a list
+    adapts: bool  # to what rounds cost: no gamma was given
     stops: tuple[bytes, ...] = ()  # texts
     costs: costs_lib.RoundCosts | None = None  # by which the default policy chooses
 
@@ -97,9 +98,10 @@ class Run:
         costs = gamma if isinstance(gamma, costs_lib.RoundCosts) else None
         if costs is not None:
             gamma, policy_state = default_gamma.policy_for(lm, costs)
-        policy: Any = gamma if _is_policy(gamma) else None
-        number = None if _is_policy(gamma) else cast(int | None, gamma)
-        if policy is None and number is None:
+        adapts = gamma is None
+        is_policy = hasattr(gamma, "choose") and hasattr(gamma, "update")
+        policy, number = cast(Any, (gamma, None) if is_policy else (None, gamma))
+        if adapts:
             number = lm.gamma_max
             if not protocols.is_tree(lm.drafter):
                 number = min(DEFAULT_GAMMA, number)
@@ -116,8 +118,8 @@ class Run:
         checks.check_count(num_slots=num_slots)
         num_slots = min(num_slots, len(requests))
         is_paged = lm.target.cache == "paged"
-        # Prompts that begin alike are prefilled by rows, which can continue from K/V that
-        # another slot holds.
+        # Prompts that begin alike are prefilled by rows, which can go on from the K/V of
+        # another slot.
         has_prefix = prefix is not None
         shares = is_paged and len(requests) > 1 and (has_prefix or samples > 1)
         algo = algorithms.speculative(lm.target, lm.drafter, rule=rule, policy=policy)
@@ -145,15 +147,18 @@ class Run:
             top_logprobs=top_logprobs,
             n=n,
             alone=alone,
+            adapts=adapts,
             stops=stops,
             costs=costs,
         )
 
     def adapted(self) -> "Run":
-        """Returns the run with the default policy in place of its fixed gamma.
+        """Returns the run with the default policy, unless it was given a gamma.
 
         Costs are measured here, once. `default_gamma.adapted` says where gamma stays.
         """
+        if not self.adapts:
+            return self
         scheduler, requests, costs = default_gamma.adapted(
             self.lm, self.scheduler, self.requests
         )
@@ -324,7 +329,3 @@ def provenance(lm: LanguageModel) -> dict[str, Any]:
     if lm.target.config.is_bytes:
         found["weights"] = lm.target.config.weights
     return found if layout is None else found | layout.describe()
-
-
-def _is_policy(gamma: Any) -> bool:
-    return hasattr(gamma, "choose") and hasattr(gamma, "update")
