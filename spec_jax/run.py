@@ -118,8 +118,8 @@ class Run:
         checks.check_count(num_slots=num_slots)
         num_slots = min(num_slots, len(requests))
         is_paged = lm.target.cache == "paged"
-        # Prompts that begin alike are prefilled by rows, which can go on from the K/V of
-        # another slot.
+        # Prompts that begin alike are prefilled by rows, which can go on from K/V that
+        # another slot has.
         has_prefix = prefix is not None
         shares = is_paged and len(requests) > 1 and (has_prefix or samples > 1)
         algo = algorithms.speculative(lm.target, lm.drafter, rule=rule, policy=policy)

@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Int
 from spec_jax import compilation, pytree
 from spec_jax.engine import (
     checks,
-    loop,
     processing as processing_lib,
     protocols,
     rows,
@@ -196,7 +195,9 @@ def _next_token(target, params, cache, token, position, sampling, processing=Non
     return cache, jnp.where(sampling.temperature == 0, highest, drawn), is_finite
 
 
-@loop.donates(static_argnames=("target",))
+@functools.partial(
+    compilation.jit, static_argnames=("target",), donate_argnames=("state",)
+)
 def generate(
     target: Any,
     params: protocols.Params,

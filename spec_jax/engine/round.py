@@ -37,7 +37,6 @@ from jaxtyping import Array, Bool, Float, Int
 from spec_jax import compilation, pytree
 from spec_jax.engine import (
     commit as commit_lib,
-    loop,
     processing as processing_lib,
     protocols,
     state as state_lib,
@@ -273,7 +272,7 @@ def _gamma(speculator: Speculator, slots: Slots) -> Int[Array, " B"]:
     return jnp.where(slots.running, gamma, 0)
 
 
-@loop.donates(static_argnames=())
+@functools.partial(compilation.jit, donate_argnames=("state",))
 def generate(
     speculator: Speculator,
     state: State,
