@@ -35,7 +35,6 @@ from spec_jax.gamma import costs as costs_lib, policy as policy_lib
 from spec_jax.language_model import LanguageModel
 from spec_jax.model import stop_texts
 from spec_jax.ops import dispatch
-from spec_jax.rules import rule as rule_lib
 
 
 PAGE_SIZE = algorithms.PAGE_SIZE
@@ -89,7 +88,6 @@ class Run:
     ) -> "Run":
         """Makes the run of a call; takes and raises as `generation.generate`."""
         prompts, alone = inputs.encode(lm, prompt, chat, prefix)
-        rule = rule_lib.of(rule)
         samples = 1 if n is None else n
         checks.check_count(max_tokens=max_tokens, n=samples)
         scoring.check_top(top_logprobs, lm.target.config.vocab_size)

@@ -35,14 +35,6 @@ def finite_rows(
     return jnp.isfinite(top[:, 0])
 
 
-def is_stop(
-    tokens: Int[Array, "*rows"], stop_ids: Int[Array, " num_stop"] | tuple[int, ...]
-) -> Bool[Array, "*rows"]:
-    """Returns whether each token is one of `stop_ids`."""
-    stop_ids = jnp.asarray(stop_ids, jnp.int32).reshape(*(1,) * tokens.ndim, -1)
-    return jnp.any(tokens[..., None] == stop_ids, axis=-1)
-
-
 def target_tokens(
     target: target_lib.Target,
     verified: protocols.Verified,

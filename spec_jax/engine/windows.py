@@ -149,12 +149,10 @@ def _layout(
 ) -> tuple[Int[Array, "B R"], Int[Array, "B R A"]]:
     """Returns the positions of the rows of trees, and their branches."""
     width = cast(int, window.depth_max) + 1
-    layout = functools.partial(tree.layout, width=width)
-    laid_out = jax.vmap(lambda parents, start: layout(parents, start=start))(
-        window.parents, window.start
-    )
+    layout = lambda parents, start: tree.layout(parents, start=start, width=width)
+    laid_out = jax.vmap(layout)(window.parents, window.start)
     first = window.first
     if first is None:
         return laid_out
     cut = lambda values: jax.lax.dynamic_slice_in_dim(values, first, num_rows, axis=1)
-    return cut(laid_out[0]), cut(laid_out[1])
+    return jax.tree.map(cut, laid_out)
