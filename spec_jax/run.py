@@ -277,7 +277,7 @@ class Run:
         if self.costs is not None:
             known["round_costs"] = dataclasses.asdict(self.costs)
         if request.sampling is not None and float(request.sampling.temperature):
-            known["seed"] = int(request.sampling.seed)  # Of this sample alone.
+            known["seed"] = int(request.sampling.seed)  # It draws this sample alone.
         prompt = checks.token_list(request.prompt)
         if self.log_probs or self.top_logprobs:
             made = scoring.of_tokens(

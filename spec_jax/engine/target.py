@@ -38,12 +38,12 @@ class Target(Protocol):
 
     @pytree.optional
     def draw(self) -> Callable[..., Int[Array, " P"]]:
-        """What draws tokens: `sampling.sample_each`, or kernels that do as it does."""
+        """Draws tokens: `sampling.sample_each`, or kernels that do as it does."""
         return sampling.sample_each
 
     @pytree.optional
     def sums(self) -> Sums:
-        """What sums over the vocabulary: XLA, or kernels."""
+        """The sums over the vocabulary, by XLA or by kernels."""
         return Sums()
 
     @pytree.optional

@@ -154,21 +154,22 @@ def _by_uniforms(
         """Decides one slot's proposal."""
         proposal, settings, position, at, wanted = slot
         logits = verified.logits.at[at].get(mode="fill", fill_value=0)
-        tokens, draft_probs = proposal.tokens, proposal.probs
+        tokens, count = proposal.tokens, proposal.num_drafted
+        draft_probs = proposal.probs
         target_probs = sums.distribution(logits, settings)
         seed, own = settings.seed, sampling.Stream.OWN
         random = {
             "uniforms": sampling.uniforms(seed, position, gamma=gamma_max),
             "noise": sampling.noise(seed, position, vocab_size=vocab_size, stream=own),
+            "row_sums": sums.row_sums,
         }
         if proposal.parents is not None:
-            drafts = tokens, proposal.parents, draft_probs, target_probs
-            drafts = *drafts, proposal.num_drafted, wanted
-        else:  # A chain has no more drafts than are wanted.
-            if draft_probs is None:
-                draft_probs = jax.nn.one_hot(tokens, vocab_size, dtype=jnp.float32)
-            drafts = tokens, draft_probs, target_probs, proposal.num_drafted
-        return accept(*drafts, **random, row_sums=sums.row_sums)
+            drafts = tokens, proposal.parents, draft_probs
+            return accept(*drafts, target_probs, count, wanted, **random)
+        if draft_probs is None:
+            draft_probs = jax.nn.one_hot(tokens, vocab_size, dtype=jnp.float32)
+        # A chain has no more drafts than are wanted.
+        return accept(tokens, draft_probs, target_probs, count, **random)
 
     return jax.lax.map(
         one, (proposal, sampling_settings, first_position, verified.at, wanted)
