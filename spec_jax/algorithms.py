@@ -40,9 +40,6 @@ from spec_jax.rules import rule as rule_lib
 PAGE_SIZE = 16
 """Positions per page, unless another number is given."""
 
-UNTIL_DONE = 1 << 30
-"""A bound on rounds that no run reaches."""
-
 Params = tuple[protocols.Params, protocols.Params]
 """The target's parameters and the drafter's."""
 
@@ -172,20 +169,18 @@ class Speculative:
         )
 
     def run(
-        self, params: Params, state: states.State, *, max_rounds: int = UNTIL_DONE
+        self,
+        params: Params,
+        state: states.State,
+        *,
+        max_rounds: int = round_lib.UNTIL_DONE,
     ) -> states.State:
         """Runs rounds on the device until no slot generates, `max_rounds` at most.
 
         Compiled once for a state's shapes, for any `max_rounds`; `state` is donated.
         """
         speculator = self.speculator(params, state.num_slots)
-        # The scheduler passes the same arguments, so that both run one program.
-        return round_lib.generate(
-            speculator,
-            state,
-            max_rounds=jnp.int32(max_rounds),
-            until_one_ends=jnp.bool_(False),
-        )
+        return round_lib.run(speculator, state, max_rounds=max_rounds)
 
     def generated(self, state: states.State) -> list[list[int]]:
         """Returns what each slot generated, without its prompt, on the host.
@@ -327,7 +322,7 @@ class Autoregressive:
         params: protocols.Params,
         state: Decoding,
         *,
-        max_rounds: int = UNTIL_DONE,
+        max_rounds: int = round_lib.UNTIL_DONE,
     ) -> Decoding:
         """Decodes slot after slot until each has ended, `max_rounds` tokens at most.
 
@@ -343,11 +338,11 @@ class Autoregressive:
 
     def generated(self, state: Decoding) -> list[list[int]]:
         """Returns what each slot generated; raises as `Speculative.generated`."""
-        size = self.target.config.vocab_size
-        return [
-            baseline.committed(one, vocab_size=size)[int(start) :]
-            for one, start in zip(state.sequences, state.prompt_len, strict=True)
-        ]
+        found = []
+        for one, start in zip(state.sequences, state.prompt_len, strict=True):
+            baseline.check(one, vocab_size=self.target.config.vocab_size)
+            found.append(jax.device_get(one.tokens)[start : one.length].tolist())
+        return found
 
 
 def speculative(

@@ -11,6 +11,7 @@ about ten milliseconds, and to start one as long as about a hundred additions.
 
 import contextlib
 import functools
+import inspect
 import os
 import pathlib
 import re
@@ -85,13 +86,30 @@ class Jitted:
     function is traced, it becomes a part of that one, whose options hold.
     """
 
-    def __init__(self, function: Callable, **how: Any):
+    def __init__(
+        self, function: Callable, *, donate_argnames: tuple[str, ...] = (), **how: Any
+    ):
         functools.update_wrapper(self, function)
-        self._how = how
-        self._plain = jax.jit(function, **how)
+        names = list(inspect.signature(function).parameters) if donate_argnames else []
+        self._donated = [(name, names.index(name)) for name in donate_argnames]
+        self._how = how | {"donate_argnames": donate_argnames}
+        self._plain = jax.jit(function, **self._how)
 
     def __call__(self, *args, **kwargs):
-        """Runs the function, as `jax.jit` does."""
+        """Runs the function, as `jax.jit` does.
+
+        Raises:
+          ValueError: a donated argument whose buffers an earlier call was given.
+        """
+        for name, place in self._donated:
+            given = args[place : place + 1], kwargs.get(name)
+            if any(map(_is_deleted, jax.tree.leaves(given))):
+                raise ValueError(
+                    f"the {name} was used up by an earlier call, and its buffers are "
+                    f"gone: give {self.__qualname__} the {name} that the call "
+                    "returned, or a new one; to keep one, copy it first: "
+                    f"jax.tree.map(jnp.copy, {name})"
+                )
         jitted = self._jitted
         if jitted is not self._plain and _is_traced((args, kwargs)):
             jitted = self._plain
@@ -115,6 +133,11 @@ class Jitted:
 def jit(function: Callable, **how: Any) -> Jitted:
     """Returns the `Jitted` of a function; used as `jax.jit` is."""
     return Jitted(function, **how)
+
+
+def _is_deleted(leaf: Any) -> bool:
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
+    return is_array and leaf.is_deleted()
 
 
 # Operations that XLA can compile in `one_kernel`: no scatters, sorts or calls of other

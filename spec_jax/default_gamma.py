@@ -252,12 +252,7 @@ class _Rounds:
         )
         started = time.perf_counter()
         state = jax.block_until_ready(
-            round_lib.generate(
-                self._scheduler.speculator,
-                state,
-                max_rounds=jnp.int32(num_rounds),
-                until_one_ends=jnp.bool_(False),  # As in a run: one program.
-            )
+            round_lib.run(self._scheduler.speculator, state, max_rounds=num_rounds)
         )
         seconds = time.perf_counter() - started
         self._state, self._length = state, int(np.max(state.slots.length))

@@ -7,14 +7,19 @@ score           log-probabilities of given texts
 """
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Unpack, overload
 
 import jax
 import numpy as np
 
 from spec_jax import inputs, keywords, results, run as run_lib, scoring
-from spec_jax.engine import checks, ends as ends_lib, requests as requests_lib
+from spec_jax.engine import (
+    checks,
+    ends as ends_lib,
+    requests as requests_lib,
+    round as round_lib,
+)
 from spec_jax.language_model import LanguageModel
 from spec_jax.model import tokenizer as tokenizer_lib
 
@@ -27,28 +32,6 @@ Generation = results.Generation
 Settings = keywords.Settings
 StreamSettings = keywords.StreamSettings
 SpeculativeSettings = keywords.SpeculativeSettings
-
-
-def prepare(
-    lm: LanguageModel,
-    prompt: Prompt | Sequence[Prompt],
-    *,
-    chat: Mapping[str, Any] | None = None,
-    prefix: Prompt | None = None,
-    **settings: Any,
-) -> tuple[run_lib.Run, bool]:
-    """Checks the arguments of `generate` and prepares the run, without running it.
-
-    Returns:
-      The run, and whether `prompt` was one prompt, not a list of them.
-    """
-    prompts, alone = inputs.encode(lm, prompt, chat, prefix)
-    made = run_lib.Run.make(lm, prompts, has_prefix=prefix is not None, **settings)
-    return made, alone
-
-
-_DEFAULTS = prepare, run_lib.Run.make
-"""The functions whose signatures have the keywords' defaults."""
 
 
 # A str is a sequence of str too, but no list of prompts: hence the ignored overlaps.
@@ -76,7 +59,7 @@ def generate(
     n: int,
     **settings: Unpack[SpeculativeSettings],
 ) -> list[list[Generation]]: ...
-@keywords.takes(SpeculativeSettings, *_DEFAULTS)
+@keywords.takes(SpeculativeSettings, run_lib.Run.make)
 def generate(
     lm: LanguageModel,
     prompt: Any,
@@ -152,20 +135,20 @@ def generate(
       FloatingPointError: tokens were chosen from logits that are not finite.
       MemoryError: the cache has no page left.
     """
-    run, alone = prepare(lm, prompt, n=n, **settings)
+    run = run_lib.Run.make(lm, prompt, n=n, **settings)
     run.warn()
     started = time.perf_counter()
-    run = run.adapted() if settings.get("gamma") is None else run
+    run = run.adapted()
     finished = {one.number: one for one in run.finish()}
     seconds = time.perf_counter() - started
     outs = [
         run.generation(one.slot, number, seconds, shared=one.shared)
         for number, one in sorted(finished.items())
     ]
-    return run.shaped(outs, alone=alone)
+    return run.shaped(outs)
 
 
-@keywords.takes(StreamSettings, *_DEFAULTS)
+@keywords.takes(StreamSettings, run_lib.Run.make)
 def stream(
     lm: LanguageModel, prompt: Prompt, **settings: Unpack[StreamSettings]
 ) -> Generator[Piece, None, Generation]:
@@ -193,31 +176,31 @@ def stream(
       ValueError: as `generate`, and for several prompts or no tokenizer; at the call.
       TypeError: an argument of another name.
     """
-    run, alone = prepare(lm, prompt, num_slots=1, **settings)
-    if not alone:
+    run = run_lib.Run.make(lm, prompt, num_slots=1, **settings)
+    if not run.alone:
         raise ValueError(
-            f"stream takes one prompt, not {len(run.prompts)}: call it for each, or "
+            f"stream takes one prompt, not {len(run.requests)}: call it for each, or "
             "generate them together"
         )
     if lm.tokenizer is None:
         raise ValueError("stream yields text, and the model has no tokenizer")
     run.warn()
-    return _pieces(run, lm.tokenizer, adapts=settings.get("gamma") is None)
+    return _pieces(run, lm.tokenizer)
 
 
 def _pieces(
-    run: run_lib.Run, tokenizer: tokenizer_lib.Tokenizer, *, adapts: bool
+    run: run_lib.Run, tokenizer: tokenizer_lib.Tokenizer
 ) -> Generator[Piece, None, results.Generation]:
     """Runs round after round; yields a piece for each run of tokens of one origin."""
     started = time.perf_counter()
-    run = run.adapted() if adapts else run
+    run = run.adapted()
     decoder = tokenizer_lib.PieceDecoder(
         tokenizer, skip_special_tokens=run.skip_special_tokens, stops=run.stops
     )
     ends = run.ends()
-    state, seen = run.scheduler.begin(run.requests[0]), len(run.prompts[0])
+    state, seen = run.scheduler.begin(run.requests[0]), len(run.requests[0].prompt)
     while bool(state.slots.running[0]):
-        state = run.algo.run(run.params, state, max_rounds=1)
+        state = round_lib.run(run.scheduler.speculator, state, max_rounds=1)
         slots = jax.device_get(state.slots)
         checks.check_pages(slots.status, slots.length, state.cache)
         if ends is not None:
@@ -260,7 +243,7 @@ def decode(  # type: ignore[overload-overlap]
 def decode(
     lm: LanguageModel, prompt: Sequence[Prompt], *, n: int, **settings: Unpack[Settings]
 ) -> list[list[Generation]]: ...
-@keywords.takes(Settings, *_DEFAULTS)
+@keywords.takes(Settings, run_lib.Run.make)
 def decode(
     lm: LanguageModel,
     prompt: Any,
@@ -282,14 +265,14 @@ def decode(
       The same as `generate`; every token is the target's own (`Origin.BONUS`), in a
       round of its own.
     """
-    run, alone = prepare(lm, prompt, n=n, **settings)
+    run = run_lib.Run.make(lm, prompt, n=n, **settings)
     outs = []
-    for number in range(len(run.prompts)):
+    for number in range(len(run.requests)):
         started = time.perf_counter()
         state = run.decode(number)
         seconds = time.perf_counter() - started
         outs.append(run.decoded(state, number, seconds))
-    return run.shaped(outs, alone=alone)
+    return run.shaped(outs)
 
 
 # As for `generate`: a str is a sequence of str too.

@@ -7,7 +7,7 @@ from typing import Any
 
 from spec_jax import algorithms, generation, inputs, keywords, run as run_lib
 from spec_jax.debug import evidence, recorder
-from spec_jax.engine import state as states
+from spec_jax.engine import round as round_lib, state as states
 from spec_jax.language_model import LanguageModel
 from spec_jax.rules import rule as rule_lib
 
@@ -100,51 +100,30 @@ def check_lossless(
         )
     known = list(inspect.signature(generation.generate).parameters)
     keywords.check_names("check_lossless", known, settings)
-    run, _ = generation.prepare(lm, prompt, **settings)
+    run = run_lib.Run.make(lm, prompt, **settings)
     slots = run.scheduler.target.num_slots
     comparisons = []
     for first in range(0, len(run.requests), slots):
         numbers = range(first, min(first + slots, len(run.requests)))
-        comparisons += _compare(run, numbers)
+        state = _generate(run, numbers)
+        each = enumerate(numbers)
+        comparisons += [_compare(run, state, slot, number) for slot, number in each]
     return Report(comparisons=tuple(comparisons))
-
-
-def evidence_of(
-    lm: LanguageModel, prompts: Sequence[inputs.Prompt], **settings: Any
-) -> list[evidence.Evidence]:
-    """Generates prompts together, a slot each, and returns the evidence of each.
-
-    Takes the settings of `check_lossless`, but any rule; raises as `generate`.
-    """
-    run, _ = generation.prepare(lm, prompts, num_slots=len(prompts), **settings)
-    state = _generate(run, range(len(prompts)))
-    if lm.target.layout is not None:  # Other processes hold parts of it.
-        state = lm.target.layout.gather(state)
-    return [
-        evidence.of_slot(state, num_prompt=len(ids), slot=slot)
-        for slot, ids in enumerate(run.prompts)
-    ]
 
 
 def _generate(run: run_lib.Run, numbers: range) -> states.State:
     """Generates requests, one in each slot, and records all rows."""
     watched = recorder.Recorder(target=run.scheduler.target)
     state = run.scheduler.begin(*(run.requests[number] for number in numbers))
-    algo = dataclasses.replace(run.algo, target=watched)
-    return algo.run(run.params, watched.attach(state))
+    speculator = run.scheduler.speculator.replace(target=watched)
+    return round_lib.run(speculator, watched.attach(state))
 
 
-def _compare(run: run_lib.Run, numbers: range) -> list[Comparison]:
-    """Compares requests that are generated together, one in each slot."""
-    state = _generate(run, numbers)
-    return [_compare_slot(run, state, slot, n) for slot, n in enumerate(numbers)]
-
-
-def _compare_slot(
+def _compare(
     run: run_lib.Run, state: states.State, slot: int, number: int
 ) -> Comparison:
     """Compares one slot with decoding of its request alone, on other pages."""
-    lm, num_prompt = run.lm, len(run.prompts[number])
+    lm, num_prompt = run.lm, len(run.requests[number].prompt)
     watched = recorder.Recorder(target=lm.target)
     begun = run.begin_decoding(number)
     begun = begun.replace(sequences=tuple(map(watched.attach, begun.sequences)))

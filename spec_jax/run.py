@@ -4,7 +4,7 @@ Arguments that cannot be used raise errors here, before anything is allocated.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -26,6 +26,7 @@ from spec_jax.engine import (
     ends as ends_lib,
     protocols,
     requests as requests_lib,
+    round as round_lib,
     scheduler as scheduler_lib,
     state as states,
     verification,
@@ -34,7 +35,6 @@ from spec_jax.gamma import costs as costs_lib, policy as policy_lib
 from spec_jax.language_model import LanguageModel
 from spec_jax.model import stop_texts
 from spec_jax.ops import dispatch
-from spec_jax.rules import rule as rule_lib
 
 
 PAGE_SIZE = algorithms.PAGE_SIZE
@@ -52,14 +52,14 @@ class Run:
     """A call whose arguments are checked, and which can run."""
 
     lm: LanguageModel
-    algo: algorithms.Speculative
-    prompts: list[list[int]]
     requests: list[requests_lib.Request]
     scheduler: scheduler_lib.Scheduler
     skip_special_tokens: bool
     log_probs: bool
     top_logprobs: int
     n: int | None
+    alone: bool  # the prompt is one, not a list
+    adapts: bool  # to what rounds cost: no gamma was given
     stops: tuple[bytes, ...] = ()  # texts
     costs: costs_lib.RoundCosts | None = None  # by which the default policy chooses
 
@@ -67,8 +67,10 @@ class Run:
     def make(
         cls,
         lm: LanguageModel,
-        prompts: list[list[int]],
+        prompt: inputs.Prompt | Sequence[inputs.Prompt],
         *,
+        chat: Mapping[str, Any] | None = None,
+        prefix: inputs.Prompt | None = None,
         max_tokens: int = 64,
         gamma: Gamma = None,
         policy_state: policy_lib.State = None,
@@ -80,30 +82,24 @@ class Run:
         log_probs: bool = False,
         top_logprobs: int = 0,
         n: int | None = None,
-        has_prefix: bool = False,
         num_slots: int | None = None,
         rule: verification.Rule = "coupled",
         page_size: int = PAGE_SIZE,
     ) -> "Run":
-        """Makes the run of a call; raises before anything is allocated.
-
-        Args:
-          has_prefix: whether the prompts begin alike: they are then prefilled by rows,
-            which can continue from the K/V that another slot holds.
-        """
-        rule = rule_lib.of(rule)
-        checks.check_max_tokens(max_tokens)
+        """Makes the run of a call; takes and raises as `generation.generate`."""
+        prompts, alone = inputs.encode(lm, prompt, chat, prefix)
         samples = 1 if n is None else n
-        checks.check_count(n=samples)
+        checks.check_count(max_tokens=max_tokens, n=samples)
         scoring.check_top(top_logprobs, lm.target.config.vocab_size)
         if isinstance(gamma, tree_shapes.AnyTree):
             lm, gamma = lm.with_tree(gamma), gamma.nodes
         costs = gamma if isinstance(gamma, costs_lib.RoundCosts) else None
         if costs is not None:
             gamma, policy_state = default_gamma.policy_for(lm, costs)
-        policy: Any = gamma if _is_policy(gamma) else None
-        number = None if _is_policy(gamma) else cast(int | None, gamma)
-        if policy is None and number is None:
+        adapts = gamma is None
+        is_policy = hasattr(gamma, "choose") and hasattr(gamma, "update")
+        policy, number = cast(Any, (gamma, None) if is_policy else (None, gamma))
+        if adapts:
             number = lm.gamma_max
             if not protocols.is_tree(lm.drafter):
                 number = min(DEFAULT_GAMMA, number)
@@ -120,6 +116,9 @@ class Run:
         checks.check_count(num_slots=num_slots)
         num_slots = min(num_slots, len(requests))
         is_paged = lm.target.cache == "paged"
+        # Prompts that begin alike are prefilled by rows, which can go on from K/V that
+        # another slot has.
+        has_prefix = prefix is not None
         shares = is_paged and len(requests) > 1 and (has_prefix or samples > 1)
         algo = algorithms.speculative(lm.target, lm.drafter, rule=rule, policy=policy)
         own = () if ignore_eos else lm.stop_ids
@@ -139,33 +138,30 @@ class Run:
         scheduler.check_all(requests)
         return cls(
             lm=lm,
-            algo=algo,
-            prompts=[prompt for prompt in prompts for _ in range(samples)],
             requests=requests,
             scheduler=scheduler,
             skip_special_tokens=skip_special_tokens,
             log_probs=log_probs,
             top_logprobs=top_logprobs,
             n=n,
+            alone=alone,
+            adapts=adapts,
             stops=stops,
             costs=costs,
         )
 
     def adapted(self) -> "Run":
-        """Returns the run with the default policy in place of its fixed gamma.
+        """Returns the run with the default policy, unless it was given a gamma.
 
         Costs are measured here, once. `default_gamma.adapted` says where gamma stays.
         """
+        if not self.adapts:
+            return self
         scheduler, requests, costs = default_gamma.adapted(
             self.lm, self.scheduler, self.requests
         )
-        policy = scheduler.speculator.gamma_policy
         return dataclasses.replace(
-            self,
-            algo=dataclasses.replace(self.algo, policy=policy),
-            scheduler=scheduler,
-            requests=requests,
-            costs=costs,
+            self, scheduler=scheduler, requests=requests, costs=costs
         )
 
     @property
@@ -173,14 +169,9 @@ class Run:
         """The baseline."""
         return algorithms.autoregressive(self.lm.target)
 
-    @property
-    def params(self) -> algorithms.Params:
-        """The parameters of `algo`."""
-        return self.lm.params, self.lm.drafter_params
-
     def warn(self) -> None:
         """Warns of drafts past the positions that the drafter was trained for."""
-        longest = max(map(len, self.prompts)) + self.requests[0].max_tokens
+        longest = max(len(one.prompt) + one.max_tokens for one in self.requests)
         checks.warn_positions(self.lm.drafter, longest)
 
     def ends(self) -> ends_lib.Ends | None:
@@ -206,7 +197,7 @@ class Run:
         Raises as `algorithms.Autoregressive.generated`.
         """
         state, ends = self.begin_decoding(number), self.ends()
-        steps = algorithms.UNTIL_DONE if ends is None else 1
+        steps = round_lib.UNTIL_DONE if ends is None else 1
         while not bool(state.done[0]):
             state = self.base.run(self.lm.params, state, max_rounds=steps)
             tokens = self.base.generated(state)[0]  # Raises flagged errors.
@@ -230,13 +221,13 @@ class Run:
             prefill_by_rows=self.scheduler.prefill_by_rows,
         )
 
-    def shaped(self, outs: list[Any], *, alone: bool) -> Any:
+    def shaped(self, outs: list[Any]) -> Any:
         """Returns the results by prompt: for each a list if `n` was given, else one;
-        without the outer list if the prompt was `alone`."""
+        without the outer list if the prompt was one."""
         if self.n is not None:
             firsts = range(0, len(outs), self.n)
             outs = [outs[first : first + self.n] for first in firsts]
-        return outs[0] if alone else outs
+        return outs[0] if self.alone else outs
 
     def generation(
         self, slot: states.Slots, number: int, seconds: float, *, shared: int = 0
@@ -261,7 +252,7 @@ class Run:
         self, state: baseline.DecodeState, number: int, seconds: float
     ) -> results.Generation:
         """Returns the result of autoregressive decoding."""
-        num_prompt, length = len(self.prompts[number]), int(state.length)
+        num_prompt, length = len(self.requests[number].prompt), int(state.length)
         tokens = np.asarray(state.tokens)[num_prompt:length].tolist()
         counters = metrics_lib.Counters(
             tokens=len(tokens),
@@ -282,10 +273,16 @@ class Run:
         summary["repetition"] = metrics_lib.repetition(tokens)
         scores: dict[str, Any] = {}
         request = self.requests[number]
+        known = provenance(lm) | {"rule": self.scheduler.rule.name}
+        if self.costs is not None:
+            known["round_costs"] = dataclasses.asdict(self.costs)
+        if request.sampling is not None and float(request.sampling.temperature):
+            known["seed"] = int(request.sampling.seed)  # It draws this sample alone.
+        prompt = checks.token_list(request.prompt)
         if self.log_probs or self.top_logprobs:
             made = scoring.of_tokens(
                 lm,
-                self.prompts[number],
+                prompt,
                 tokens,
                 request.sampling,
                 processor=request.processor,
@@ -298,19 +295,12 @@ class Run:
             tokens=tokens,
             pieces=self._pieces(tokens),
             origins=[results.Origin(origin) for origin in origins],
-            prompt_tokens=self.prompts[number],
+            prompt_tokens=prompt,
             status=results.Status(int(status)),
             metrics=summary | {"e2e_s": seconds},
-            provenance=provenance(lm) | self._of_rounds() | _of_noise(request.sampling),
+            provenance=known,
             **scores,
         )
-
-    def _of_rounds(self) -> dict[str, Any]:
-        """Returns the rule, and the costs by which gamma was chosen, if any."""
-        found: dict[str, Any] = {"rule": self.scheduler.rule.name}
-        if self.costs is not None:
-            found["round_costs"] = dataclasses.asdict(self.costs)
-        return found
 
     def _pieces(self, tokens: list[int]) -> list[str]:
         """Returns the text of each token; [] without a tokenizer."""
@@ -337,14 +327,3 @@ def provenance(lm: LanguageModel) -> dict[str, Any]:
     if lm.target.config.is_bytes:
         found["weights"] = lm.target.config.weights
     return found if layout is None else found | layout.describe()
-
-
-def _of_noise(sampling: Any) -> dict[str, Any]:
-    """Returns the seed of this sample's own noise; {} if it is greedy."""
-    if sampling is None or not float(sampling.temperature):
-        return {}
-    return {"seed": int(sampling.seed)}
-
-
-def _is_policy(gamma: Any) -> bool:
-    return hasattr(gamma, "choose") and hasattr(gamma, "update")

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+import page_tables
 import pytest
 import random_weights
 import tiny_pair
@@ -30,7 +31,7 @@ from spec_jax.engine import (
 )
 from spec_jax.model import params as params_lib, row_model
 from spec_jax.ops import dispatch
-from spec_jax.paging import cache as paged, static
+from spec_jax.paging import cache as paged
 from spec_jax.rules import acceptance, sampling as sampling_lib
 from spec_jax.testing import bench
 
@@ -311,19 +312,10 @@ def admit(
 
 
 def generate(
-    scheduler: scheduler_lib.Scheduler,
-    state: states.State,
-    *,
-    max_rounds: int = 10_000,
-    until_one_ends: bool = False,
+    scheduler: scheduler_lib.Scheduler, state: states.State, **until
 ) -> states.State:
     """Runs rounds of all slots, in one call."""
-    return round_lib.generate(
-        scheduler.speculator,
-        state,
-        max_rounds=jnp.int32(max_rounds),
-        until_one_ends=jnp.bool_(until_one_ends),
-    )
+    return round_lib.run(scheduler.speculator, state, **until)
 
 
 def held(kv: paged.PagedKV, length: int, *, slot: int = 0) -> list[np.ndarray]:
@@ -361,8 +353,7 @@ def assert_proposes_in_place(drafter, params, memory, pool: paged.PagedKV) -> No
 
 def check_cache(kv: paged.PagedKV) -> None:
     """Checks the pages of either kind of cache, and that no operation was refused."""
-    is_static = isinstance(kv, static.StaticKV)
-    (static if is_static else paged).check_integrity(kv)
+    page_tables.check_integrity(kv)
     assert not bool(kv.refused.any())
 
 

@@ -1,6 +1,7 @@
 """The compiler's options: on a GPU they reach it, on a CPU there are none; there
 bookkeeping is compiled to one kernel, and its values stay the same."""
 
+import functools
 import itertools
 import re
 
@@ -13,7 +14,7 @@ import pytest
 import spec_jax as sj
 from experiments.lib import runs
 from spec_jax import compilation
-from spec_jax.engine import loop, round as round_lib
+from spec_jax.engine import round as round_lib
 from spec_jax.ops import dispatch
 
 
@@ -28,7 +29,7 @@ def no_option(platform):
 def make_programs():
     """Returns a new loop that donates its state, and a new program that contains it."""
 
-    @loop.donates(static_argnames=())
+    @functools.partial(compilation.jit, donate_argnames=("state",))
     def advance(state, by):
         return state + by
 

@@ -7,7 +7,7 @@ import pytest
 import tiny_pair
 
 import spec_jax as sj
-from spec_jax import default_gamma, generation
+from spec_jax import default_gamma, run as run_lib
 from spec_jax.drafters import choice, ngram, suffix
 
 
@@ -39,7 +39,7 @@ def test_costs_are_measured_once_for_slots_and_draws(cycle, counted):
     measure.planted = DEAR
     out = sj.generate(cycle, TEXT, max_tokens=20, gamma=CHEAP)
     assert "round_costs" in out.provenance and out.metrics["rounds"] < 20
-    run, _ = generation.prepare(cycle, "a", max_tokens=6, rule="block")
+    run = run_lib.Run.make(cycle, "a", max_tokens=6, rule="block")
     assert run.adapted().costs is None
     sj.decode(cycle, "a", max_tokens=6)
     assert calls == []
@@ -57,7 +57,7 @@ def test_costs_are_measured_once_for_slots_and_draws(cycle, counted):
         (cycle, "a", drawn),
         (other, "a", {}),
     ):
-        run, _ = generation.prepare(lm, prompt, max_tokens=6, **how)
+        run = run_lib.Run.make(lm, prompt, max_tokens=6, **how)
         assert run.adapted().costs == DEAR
     assert calls == [(1, False), (2, False), (1, True), (1, False)]
 
@@ -84,7 +84,7 @@ def test_a_tree_by_costs_writes_the_same(cycle):
 
 def test_what_is_measured_are_times(cycle):
     """Checks that each gamma has a time, and that lookups never need to catch up."""
-    run, _ = generation.prepare(cycle, [TEXT, "a"], max_tokens=6)
+    run = run_lib.Run.make(cycle, [TEXT, "a"], max_tokens=6)
     adapted = run.adapted()
     assert adapted.costs.gamma_max == 4 and adapted.costs.catch_up_s == 0.0
     assert (np.diff(adapted.costs.round_s) >= 0).all()
@@ -114,7 +114,7 @@ def test_a_choice_is_told_what_rounds_of_each_member_cost(cycle, counted, of_two
         return dearer if pinned[-1] else measure(scheduler, requests)
 
     default_gamma.measure = measure_one  # `counted` puts the real one back.
-    run, _ = generation.prepare(lm, TEXT, max_tokens=6)
+    run = run_lib.Run.make(lm, TEXT, max_tokens=6)
     adapted = run.adapted()
     assert pinned == [0, 1] and len(calls) == 1
     told = adapted.scheduler.speculator.params[1].round_s

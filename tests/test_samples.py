@@ -9,15 +9,16 @@ import itertools
 
 import decoding
 import numpy as np
+import page_tables
 import pytest
 import tiny_pair
 from slow_cases import slow, slow_but
 
 import spec_jax as sj
-from spec_jax import generation, testing
+from spec_jax import run as run_lib, testing
 from spec_jax.drafters import slots
 from spec_jax.engine import held
-from spec_jax.paging import allocator, cache
+from spec_jax.paging import allocator
 from spec_jax.rules import settings as settings_lib
 
 
@@ -61,7 +62,7 @@ def test_a_seed_for_each_is_that_of_its_prompt(lm):
     """Fails if the seed of a prompt depends on its place in the list."""
     each = [dataclasses.replace(DRAWN, seed=seed) for seed in (7, 5, 7)]
     runs = [
-        generation.prepare(lm, PROMPTS, **SHORT | {"sampling": each}, n=n)[0]
+        run_lib.Run.make(lm, PROMPTS, **SHORT | {"sampling": each}, n=n)
         for n in (None, 2)
     ]
     seeds = [[int(one.sampling.seed) for one in run.requests] for run in runs]
@@ -165,7 +166,7 @@ def through_a_queue(folders, folder, kind, num_slots, *, shares) -> list:
         how["draft"] = how["draft"](folder, folders[0])
     settings = {"prefix": PREFIX, "n": 3, "gamma": how.pop("gamma"), **SHORT}
     lm = sj.load(folders[0], gamma_max=3, impl="native", **how)
-    run, _ = generation.prepare(lm, PROMPTS, num_slots=num_slots, **settings)
+    run = run_lib.Run.make(lm, PROMPTS, num_slots=num_slots, **settings)
 
     def keep(state, slot):
         length = int(state.slots.length[slot])
@@ -173,7 +174,7 @@ def through_a_queue(folders, folder, kind, num_slots, *, shares) -> list:
         most = length - SHORT["max_tokens"] - 2  # The next pair holds a drawn token.
         found = [state.slots.num_rounds[slot]]
         for kv, count in ((state.cache, length - 1), (drafts, most)):
-            cache.check_integrity(kv)
+            page_tables.check_integrity(kv)
             found += decoding.held(kv, count, slot=slot)
         return found
 
@@ -242,19 +243,19 @@ def test_prefixes(folders):
         (ids, "x"),
         (np.array(ids), whole[len(ids) :]),
     ):
-        run, _ = generation.prepare(lm, prompt, prefix=prefix)
-        assert run.prompts == [whole] and run.scheduler.prefill_by_rows
+        run = run_lib.Run.make(lm, prompt, prefix=prefix)
+        assert run.requests[0].prompt == whole and run.scheduler.prefill_by_rows
     template = "{% for m in messages %}{{ m.content }};{% endfor %}"
     tokenizer = dataclasses.replace(lm.tokenizer, chat_template=template)
     chats = dataclasses.replace(lm, tokenizer=tokenizer)
     first = [{"role": "system", "content": "be brief"}]
     asked = [{"role": "user", "content": "hi"}]
-    run, _ = generation.prepare(chats, asked, prefix=first)
-    assert run.prompts == [lm.tokenizer.encode("be brief;hi;")]
+    run = run_lib.Run.make(chats, asked, prefix=first)
+    assert run.requests[0].prompt == lm.tokenizer.encode("be brief;hi;")
 
 
 def test_pages_of_all_slots_are_not_bounded(lm):
-    run, _ = generation.prepare(lm, PROMPTS, n=2, **SHORT)
+    run = run_lib.Run.make(lm, PROMPTS, n=2, **SHORT)
     with pytest.raises(ValueError, match="num_pages=99 of slots that share pages"):
         dataclasses.replace(run.scheduler, num_pages=99)
     target = dataclasses.replace(lm.target, cache="static")

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+import recorded_runs
 import tiny_pair
 from slow_cases import slow
 
 import spec_jax as sj
-from spec_jax import lossless, scoring, testing
+from spec_jax import scoring, testing
 
 
 PROMPTS = ["def f(x):", "import os", "x = [1, 2]"]
@@ -84,7 +85,7 @@ def test_the_likeliest_tokens(lm):
 def test_they_are_those_of_the_rows_that_decided(lm):
     """Fails if log-probabilities are not computed from the logits of the rounds."""
     settings = SHORT | {"gamma": 4}
-    (seen,) = lossless.evidence_of(lm, [PROMPTS[0]], **settings)
+    (seen,) = recorded_runs.evidence_of(lm, [PROMPTS[0]], **settings)
     (found,) = sj.generate(lm, [PROMPTS[0]], log_probs=True, **settings)
     assert found.tokens == list(seen.tokens)
     testing.assert_same_bits(found.log_probs.view(np.uint32), seen.decisions.log_probs)

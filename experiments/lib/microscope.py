@@ -28,6 +28,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from spec_jax import compilation, testing
+from spec_jax.engine import checks
 from spec_jax.model import decoder, params as params_lib, rotary, row_model, sequence
 from spec_jax.ops import paged_attention, rms_norm, rope, swiglu, weights
 from spec_jax.paging import allocator, cache
@@ -151,7 +152,7 @@ def _run(path, params, kv, window, start, change):
         at = jnp.int32(start + first)
         kv, logits, values = _call(path, params, kv, tokens, at, change)
         found.append({"": logits[:rows]} | {k: x[:rows] for k, x in values.items()})
-    allocator.check(kv)
+    checks.check_refused(kv)
     values = {k: np.concatenate([one[k] for one in found]) for k in found[0]}
     return kv, values.pop(""), values
 
@@ -169,7 +170,7 @@ def _call(
     (R,), slot = tokens.shape, row_model.SLOT
     # Ordered, because jax sorts a plain dictionary by its keys.
     values: dict[Key, jax.Array] = collections.OrderedDict()
-    kv = allocator.truncate(kv, slot, start)
+    kv = allocator.truncate_each(kv, start[None], asked=jnp.array([True]))
 
     def see(layer: int | None, operation: str, value: jax.Array) -> jax.Array:
         if change is None:

@@ -87,7 +87,7 @@ def memory_at(memory: Any, length: int) -> Any:
 @jax.jit
 def at_length(kv: paged.PagedKV, length: int) -> paged.PagedKV:
     """Returns a copy of the cache with `[0, length)` valid, and pages for them."""
-    slot = row_model.SLOT
-    kv = allocator.truncate(kv, slot, jnp.minimum(length, kv.length[slot]))
+    slot, one = row_model.SLOT, jnp.array([True])
+    kv = allocator.truncate_each(kv, jnp.minimum(length, kv.length), asked=one)
     kv = allocator.reserve(kv, slot, length)
     return allocator.extend(kv, slot, length)

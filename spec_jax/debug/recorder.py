@@ -7,13 +7,12 @@ position is that of the pass that committed it.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
+from jaxtyping import Array, Bool, Float32, Int, UInt32
 
 from spec_jax import pytree
 from spec_jax.engine import baseline, protocols, rows, target as target_lib
@@ -64,20 +63,12 @@ class Recorder(target_lib.Target):
         if isinstance(self.target, row_model.RowModel):
             object.__setattr__(self, "target", rows.of(self.target, 1))
 
-    @property
-    def num_slots(self) -> int:
-        """The target's number of slots."""
-        return self.target.num_slots
-
-    @property
-    def max_rows(self) -> int:
-        """The target's bound on the columns of a chain's window."""
-        return self.target.max_rows
-
-    @property
-    def config(self) -> Any:
-        """The target's config."""
-        return self.target.config
+    num_slots = target_lib.passed_on("num_slots", of="target")
+    max_rows = target_lib.passed_on("max_rows", of="target")
+    config = target_lib.passed_on("config", of="target")
+    choose = target_lib.passed_on("choose", of="target")
+    draw = target_lib.passed_on("draw", of="target")
+    sums = target_lib.passed_on("sums", of="target")
 
     def attach(self, state: Any) -> Any:
         """Returns the state with an empty recording around its cache, for the loops.
@@ -121,22 +112,6 @@ class Recorder(target_lib.Target):
         chosen = self.target.choose(verified.logits, verified.num_active)
         recording = self._record(cache.replace(cache=inner), window, verified, chosen)
         return recording, verified
-
-    def choose(
-        self, logits: Float[Array, "P V"], num_active: Int[Array, ""]
-    ) -> Int[Array, " P"]:
-        """Chooses as the target does."""
-        return self.target.choose(logits, num_active)
-
-    @property
-    def draw(self) -> Callable[..., Int[Array, " P"]]:
-        """The function that draws as the target does."""
-        return target_lib.draw_of(self.target)
-
-    @property
-    def sums(self) -> target_lib.Sums:
-        """The target's sums; see `target.sums_of`."""
-        return target_lib.sums_of(self.target)
 
     def keep_path(
         self,

@@ -25,7 +25,6 @@ from spec_jax.engine import (
     processing as processing_lib,
     protocols,
     rows as rows_lib,
-    target as target_lib,
 )
 from spec_jax.gamma import confidence
 from spec_jax.model import params as params_lib
@@ -253,7 +252,7 @@ class SlotDraftModel(slots.OfSlots):
                 return token, carry.probs
         if draws == "coupled":
             samples = drafts & (sampling.temperature != 0)
-            drawn = target_lib.draw_of(self._rows)(
+            drawn = self._rows.draw(
                 logits, sampling, positions=carry.known, draws=samples
             )
             return jnp.where(samples, drawn, token), carry.probs

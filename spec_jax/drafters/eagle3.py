@@ -197,9 +197,6 @@ def _reserve(
     Returns:
       The cache, and how far each slot can go.
     """
-    is_none = (start < goal) & ~kv.registered
-    kv = kv.replace(refused=kv.refused | is_none)
-    goal = jnp.where(is_none, start, goal)
 
     def waits(carry):
         """Returns which slots lack a page, and the number of the turn that needs it."""

@@ -173,7 +173,7 @@ def take_in(
             tokens = windows(text, start + ahead, num_rows)
         window = protocols.Window(tokens=tokens, start=start, num_active=num_active)
         kv, at, found = run(kv, window)
-        wanted &= kv.length > start  # Else there is no room, or no slot.
+        wanted &= kv.length > start  # Else there is no room.
         if jax.tree.leaves(outputs):
             is_each = jnp.arange(goal.shape[0], dtype=jnp.int32)
             last = at[is_each, jnp.maximum(num_active - 1, 0)]

@@ -1,13 +1,14 @@
 """Admission: how a request begins in a slot."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from spec_jax import compilation
 from spec_jax.engine import (
     held as held_lib,
-    loop,
     protocols,
     requests,
     rows,
@@ -16,7 +17,11 @@ from spec_jax.engine import (
 from spec_jax.gamma import policy as policy_lib
 
 
-@loop.donates(static_argnames=("target", "drafter", "refills", "gamma_policy"))
+@functools.partial(
+    compilation.jit,
+    static_argnames=("target", "drafter", "refills", "gamma_policy"),
+    donate_argnames=("state",),
+)
 def occupy(
     target,
     drafter,

@@ -16,12 +16,10 @@ from jaxtyping import Array, Bool, Int
 from spec_jax import compilation, pytree
 from spec_jax.engine import (
     checks,
-    loop,
     processing as processing_lib,
     protocols,
     rows,
     state as states,
-    target as target_lib,
 )
 from spec_jax.processors import processor as processor_lib
 from spec_jax.rules import sampling as sampling_lib
@@ -108,7 +106,7 @@ def begin(
         such numbers, or a processor of another vocabulary.
     """
     capacity = kv.slot_capacity
-    checks.check_max_tokens(max_tokens)
+    checks.check_count(max_tokens=max_tokens)
     prompt = checks.check_prompt(
         prompt, vocab_size=target.config.vocab_size, capacity=capacity
     )
@@ -192,12 +190,14 @@ def _next_token(target, params, cache, token, position, sampling, processing=Non
         sampling,
         first_position=position,
         num_active=one,
-        sample=target_lib.draw_of(target),
+        sample=target.draw,
     )[0]
     return cache, jnp.where(sampling.temperature == 0, highest, drawn), is_finite
 
 
-@loop.donates(static_argnames=("target",))
+@functools.partial(
+    compilation.jit, static_argnames=("target",), donate_argnames=("state",)
+)
 def generate(
     target: Any,
     params: protocols.Params,
@@ -276,9 +276,3 @@ def check(state: DecodeState, *, vocab_size: int) -> None:
     checks.check_slot(state, vocab_size=vocab_size)
     checks.check_pages(state.status[None], state.length[None], state.cache)
     checks.check_refused([state.cache])
-
-
-def committed(state: DecodeState, *, vocab_size: int) -> list[int]:
-    """Returns the prompt and what was generated; raises as `check`."""
-    check(state, vocab_size=vocab_size)
-    return jax.device_get(state.tokens)[: int(state.length)].tolist()

@@ -62,11 +62,6 @@ def check_prompt(
     return prompt
 
 
-def check_max_tokens(max_tokens: int) -> None:
-    """Raises `ValueError` unless `max_tokens` is a whole number of at least 1."""
-    check_count(max_tokens=max_tokens)
-
-
 def check_count(**counts: int) -> None:
     """Raises `ValueError` unless each, by its name, is a whole number from 1 on, which
     int32 holds."""
@@ -222,12 +217,7 @@ def check_slot(slot: Any, *, vocab_size: int | None = None) -> None:
             f"token {text[outside[0]]} at position {outside[0]} is committed, outside "
             f"[0, {vocab_size})"
         )
-    check_finite(int(slot.num_nonfinite))
-
-
-def check_finite(num_nonfinite: int) -> None:
-    """Raises `FloatingPointError` if tokens were chosen from logits not finite."""
-    if num_nonfinite:
+    if num_nonfinite := int(slot.num_nonfinite):
         raise FloatingPointError(
             f"{num_nonfinite} tokens were chosen from logits that hold NaN or "
             "infinity, and mean nothing: look for such values in the target's weights, "

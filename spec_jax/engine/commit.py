@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import compilation, pytree
-from spec_jax.engine import protocols, state as state_lib, verification
+from spec_jax.engine import protocols, state as state_lib
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.rules import acceptance
 
@@ -46,7 +46,7 @@ def commit_slot(slot: Slots, info: RoundInfo) -> Slots:
     outcome = info.outcome
     counts = _counts(slot, info)
     offsets = jnp.arange(outcome.tokens.shape[0], dtype=jnp.int32)
-    is_stop = verification.is_stop(outcome.tokens, slot.stop_ids)
+    is_stop = jnp.any(outcome.tokens[:, None] == slot.stop_ids[None], axis=-1)
     is_stop = is_stop & (offsets <= outcome.num_accepted)
     num_kept = jnp.where(
         jnp.any(is_stop), jnp.argmax(is_stop) + 1, outcome.num_accepted + 1

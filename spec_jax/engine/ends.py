@@ -4,13 +4,15 @@ Functions here know slots and counts of tokens. Tokens that a round committed be
 end are cut, and counted as tokens behind a stop token are.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from spec_jax.engine import loop, state as states
+from spec_jax import compilation
+from spec_jax.engine import state as states
 
 
 Ends = Callable[[int, Sequence[int]], int | None]
@@ -57,7 +59,7 @@ def apply(
     return _stopped(state, is_ended), slots
 
 
-@loop.donates(static_argnames=())
+@functools.partial(compilation.jit, donate_argnames=("state",))
 def _stopped(state: states.State, is_ended: Bool[Array, " B"]) -> states.State:
     """Returns the state with slots that generate no more."""
     slots = state.slots

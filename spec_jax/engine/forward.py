@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import compilation, pytree
 from spec_jax.engine import checks, protocols, target as target_lib, windows
@@ -121,11 +120,12 @@ class ForwardTarget(target_lib.Target):
         num_active, at = windows.places(window, height)
         pack = functools.partial(windows.packed, window, height)
         own_slots = jnp.arange(self.num_slots, dtype=jnp.int32)[:, None]
+        columns = jnp.arange(window.tokens.shape[1], dtype=jnp.int32)
         is_active = jnp.arange(height, dtype=jnp.int32) < num_active
         rows = decoder.Rows(
             tokens=pack(window.tokens),
             slots=jnp.where(is_active, pack(own_slots), self.num_slots),
-            positions=pack(protocols.positions(window)),
+            positions=pack(window.start[:, None] + columns[None]),
             num_active=num_active,
         )
         # A loop even where one slab holds all rows: its body is compiled by itself.
@@ -144,34 +144,6 @@ class ForwardTarget(target_lib.Target):
             num_active=num_active,
             at=at,
         )
-
-    def choose(
-        self, logits: Float[Array, "P V"], num_active: Int[Array, ""]
-    ) -> Int[Array, " P"]:
-        """Returns the token of highest logit of each row."""
-        del num_active
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    def keep_path(self, cache: ForwardCache, *args: Any, **kwargs: Any) -> ForwardCache:
-        """Moves nothing: there are no trees."""
-        del args, kwargs
-        return cache
-
-    def truncate(
-        self, cache: ForwardCache, new_len: jax.Array, *, asked: jax.Array
-    ) -> ForwardCache:
-        """Returns the cache: K/V past a row's position are unread, then overwritten."""
-        del new_len, asked
-        return cache
-
-    def out_of_pages(self, cache: ForwardCache) -> Bool[Array, " B"]:
-        """Returns False for every slot: each has room for its capacity."""
-        del cache
-        return jnp.zeros((self.num_slots,), bool)
-
-    def pages_needed(self, num_positions: int, page_size: int) -> int:
-        """Returns the pages of a sequence of so many positions."""
-        return index.pages_for(num_positions, page_size)
 
 
 @functools.partial(

@@ -7,13 +7,13 @@ sequence, and `drafters.each.lift` makes a `SlotDrafter` of it.
 
 import dataclasses
 import inspect
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from spec_jax import pytree, tree
+from spec_jax import pytree
 from spec_jax.rules import rule as rule_lib, sampling
 
 
@@ -64,16 +64,6 @@ class Window(pytree.Node):
     parents: jax.Array | None = None  # None: a chain
     first: jax.Array | None = None  # [] int32, column of `tokens[:, 0]`; None: 0
     depth_max: int | None = pytree.static(default=None)  # of a tree
-
-
-def positions(window: Window) -> Int[Array, "B R"]:
-    """Returns the position of each column of a window that begins at column 0."""
-    if window.parents is None:
-        columns = jnp.arange(window.tokens.shape[1], dtype=jnp.int32)
-        return window.start[:, None] + columns[None]
-    width = cast(int, window.depth_max) + 1
-    layout = lambda parents, start: tree.layout(parents, start=start, width=width)[0]
-    return jax.vmap(layout)(window.parents, window.start)
 
 
 class Verified(pytree.Node):

@@ -226,7 +226,7 @@ def capacity_for(
     Raises:
       ValueError: more positions than the target's model has.
     """
-    checks.check_max_tokens(max_tokens)
+    checks.check_count(max_tokens=max_tokens)
     longest = max(map(len, prompts))
     needed = longest + max_tokens
     config = getattr(target, "config", None)

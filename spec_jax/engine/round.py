@@ -37,7 +37,6 @@ from jaxtyping import Array, Bool, Float, Int
 from spec_jax import compilation, pytree
 from spec_jax.engine import (
     commit as commit_lib,
-    loop,
     processing as processing_lib,
     protocols,
     state as state_lib,
@@ -52,6 +51,9 @@ State = state_lib.State
 Slots = state_lib.Slots
 Status = state_lib.Status
 RoundInfo = commit_lib.RoundInfo
+
+UNTIL_DONE = 1 << 30
+"""A bound on rounds that no run reaches."""
 
 
 class Speculator(pytree.Node):
@@ -198,14 +200,18 @@ def _draft(
 def _clipped(
     proposal: protocols.Proposal, gamma: Int[Array, " B"]
 ) -> protocols.Proposal:
-    """Returns the proposal within `gamma`, whatever the drafter says of it."""
+    """Returns the proposal within `gamma`, and each parent a column before its draft's,
+    whatever the drafter says of them."""
     # The limit of a sequence and the room in the cache are met because of this clip,
     # and not because a drafter keeps its promise. Its tokens need no such bound: no
     # rule accepts one outside the vocabulary.
-    return proposal.replace(
-        num_drafted=jnp.clip(proposal.num_drafted, 0, gamma),
-        parents=_parents(proposal),
-    )
+    parents = proposal.parents
+    if parents is not None:
+        # Rows and acceptance read the same tree, and so what is kept is right for any.
+        columns = jnp.arange(parents.shape[1], dtype=jnp.int32)[None]
+        parents = jnp.clip(parents, 0, columns)
+    num_drafted = jnp.clip(proposal.num_drafted, 0, gamma)
+    return proposal.replace(num_drafted=num_drafted, parents=parents)
 
 
 @compilation.one_kernel
@@ -214,11 +220,15 @@ def _window(
 ) -> protocols.Window:
     """Returns the columns of a round: each slot's pending token, and its drafts."""
     pending = jnp.take_along_axis(slots.tokens, slots.length[:, None] - 1, axis=1)
+    tree: dict[str, Any] = {}
+    if proposal.parents is not None:
+        parents = jnp.pad(proposal.parents, ((0, 0), (1, 0)))
+        tree = {"parents": parents, "depth_max": depth_max}
     return protocols.Window(
         tokens=jnp.concatenate([pending, proposal.tokens], axis=1),
         start=slots.length - 1,
         num_active=jnp.where(slots.running, proposal.num_drafted + 1, 0),
-        **_tree_of(proposal, depth_max),
+        **tree,
     )
 
 
@@ -237,25 +247,6 @@ def _features(
     # Past the end, and so zero.
     at = jnp.where(steps < num_kept[:, None], at, verified.logits.shape[0])
     return cast(jax.Array, verified.features).at[at].get(mode="fill", fill_value=0)
-
-
-def _parents(proposal: protocols.Proposal) -> Int[Array, "B W"] | None:
-    """Returns each draft's parent, a column before its own whatever the drafter says.
-
-    Rows and acceptance read the same tree, and so what is kept is right for any.
-    """
-    if proposal.parents is None:
-        return None
-    columns = jnp.arange(proposal.parents.shape[1], dtype=jnp.int32)[None]
-    return jnp.clip(proposal.parents, 0, columns)
-
-
-def _tree_of(proposal: protocols.Proposal, depth_max: int) -> dict[str, Any]:
-    """Returns the fields of a window that describe a tree; of a chain, none."""
-    if proposal.parents is None:
-        return {}
-    parents = jnp.pad(proposal.parents, ((0, 0), (1, 0)))
-    return {"parents": parents, "depth_max": depth_max}
 
 
 @compilation.one_kernel
@@ -281,7 +272,7 @@ def _gamma(speculator: Speculator, slots: Slots) -> Int[Array, " B"]:
     return jnp.where(slots.running, gamma, 0)
 
 
-@loop.donates(static_argnames=())
+@functools.partial(compilation.jit, donate_argnames=("state",))
 def generate(
     speculator: Speculator,
     state: State,
@@ -321,3 +312,19 @@ def generate(
 
     _, state = jax.lax.while_loop(keep_going, body, (jnp.int32(0), state))
     return state
+
+
+def run(
+    speculator: Speculator,
+    state: State,
+    *,
+    max_rounds: int = UNTIL_DONE,
+    until_one_ends: bool = False,
+) -> State:
+    """Calls `generate` with numbers of the host: one program for all of them."""
+    return generate(
+        speculator,
+        state,
+        max_rounds=jnp.int32(max_rounds),
+        until_one_ends=jnp.bool_(until_one_ends),
+    )

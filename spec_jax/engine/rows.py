@@ -25,8 +25,9 @@ from spec_jax.model import (
     params as params_lib,
     row_model,
 )
-from spec_jax.ops import dispatch, draw as draw_op
-from spec_jax.paging import allocator, cache as paged, index
+from spec_jax.ops import dispatch, page_move
+from spec_jax.paging import allocator, cache as paged
+from spec_jax.rules import sampling
 
 
 # Rows of a tile with native kernels, whose bits do not depend on the height: so many
@@ -49,6 +50,12 @@ class SlotRows(target_lib.Target):
     model: row_model.RowModel
     num_slots: int
 
+    # Whether the model has `run_chains`; whether a prompt is prefilled by rows where
+    # `by_rows` is None.
+    runs_chains = target_lib.passed_on("runs_chains", of="model")
+    prefills_by_rows = target_lib.passed_on("prefills_by_rows", of="model")
+    choose = target_lib.passed_on("choose", of="model")
+
     def __post_init__(self) -> None:
         checks.check_count(num_slots=self.num_slots)
 
@@ -70,7 +77,7 @@ class SlotRows(target_lib.Target):
         num_pages: int | None = None,
         shares: bool = False,
     ) -> paged.PagedKV:
-        """Allocates an empty cache with every slot open.
+        """Allocates an empty cache.
 
         Args:
           capacity: positions of each slot, or a little more.
@@ -93,11 +100,6 @@ class SlotRows(target_lib.Target):
             num_pages=num_pages,
             shares=shares,
         )
-
-    @property
-    def prefills_by_rows(self) -> bool:
-        """Whether a prompt is prefilled by rows where `by_rows` is None."""
-        return self.model.prefills_by_rows
 
     def share(
         self, kv: paged.PagedKV, source: int, slot: int, length: int
@@ -156,11 +158,6 @@ class SlotRows(target_lib.Target):
     ) -> paged.PagedKV:
         """Runs each slot's active columns for their K/V; computes no logits."""
         return self._run(params, kv, window, with_logits=False)[2]
-
-    @property
-    def runs_chains(self) -> bool:
-        """Whether the model has `run_chains`."""
-        return self.model.runs_chains
 
     def run_chains(
         self,
@@ -232,21 +229,15 @@ class SlotRows(target_lib.Target):
             return min(dispatch.whole_slabs(impl, num_rows), most)
         return tile_of(impl, self.model.slab, num_rows)
 
-    def choose(
-        self, logits: Float[Array, "P V"], num_active: Int[Array, ""]
-    ) -> Int[Array, " P"]:
-        """Returns the token of highest logit of each active row."""
-        return self.model.choose(logits, num_active)
+    @property
+    def draw(self) -> Callable[..., Int[Array, " P"]]:
+        """The model's own kernels for draws, or XLA's."""
+        return self.model.draw or sampling.sample_each
 
     @property
-    def draw(self) -> Callable[..., Int[Array, " P"]] | None:
-        """The model's own kernels for draws; see `target.draw_of`."""
-        return self.model.draw
-
-    @property
-    def sums(self) -> draw_op.Sums | None:
-        """The model's own kernels for distributions; see `target.sums_of`."""
-        return self.model.sums
+    def sums(self) -> target_lib.Sums:
+        """The model's own kernels for distributions, or XLA's."""
+        return target_lib.Sums(*self.model.sums or ())
 
     def keep_path(
         self,
@@ -260,14 +251,16 @@ class SlotRows(target_lib.Target):
         num_slots, depth_max = path.shape
         steps = jnp.broadcast_to(jnp.arange(depth_max, dtype=jnp.int32), path.shape)
         slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
-        return paged.move(
-            kv,
+        pools = page_move.page_move(
+            (*kv.k, *kv.v),
+            page_table=kv.page_table,
             slots=jnp.broadcast_to(slots, path.shape).reshape(-1),
             sources=(start[:, None] + path).reshape(-1),
             targets=(start[:, None] + steps + 1).reshape(-1),
             moves=(steps < num_kept[:, None]).reshape(-1),
             impl=self.model.cache_impl,
         )
+        return kv.replace(k=pools[: len(kv.k)], v=pools[len(kv.k) :])
 
     def truncate(
         self, kv: paged.PagedKV, new_len: Int[Array, " B"], *, asked: Bool[Array, " B"]
@@ -280,10 +273,6 @@ class SlotRows(target_lib.Target):
     def out_of_pages(self, kv: paged.PagedKV) -> Bool[Array, " B"]:
         """Returns for each slot whether its last reservation found no page."""
         return kv.out_of_pages
-
-    def pages_needed(self, num_positions: int, page_size: int) -> int:
-        """Returns the pages of a sequence of so many positions; a slot keeps one."""
-        return max(1, index.pages_for(num_positions, page_size))
 
 
 def of(target: Any, num_slots: int) -> Any:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.engine import (
@@ -157,7 +156,7 @@ class Scheduler:
             vocab_size=self.vocab_size,
             capacity=self.slot_capacity,
         )
-        checks.check_max_tokens(request.max_tokens)
+        checks.check_count(max_tokens=request.max_tokens)
         if request.gamma is not None:
             checks.check_gamma(request.gamma, self.drafter.gamma_max)
         if request.processor is not None:
@@ -190,7 +189,7 @@ class Scheduler:
             # A tree's drafts have places of their own, beyond where its paths end.
             most = limit - 2 + self.drafter.gamma_max
             num_positions = max(num_positions, min(most, self.slot_capacity))
-        return self.target.pages_needed(num_positions, self.page_size)
+        return index.pages_for(num_positions, self.page_size)
 
     def empty(
         self, *, draws: bool, processor: processor_lib.Processor | None = None
@@ -374,7 +373,7 @@ class Scheduler:
         requests: Sequence[requests_lib.Request],
         *,
         state: states.State | None = None,
-        rounds_per_call: int = 1 << 30,
+        rounds_per_call: int = round_lib.UNTIL_DONE,
         keep: Callable[[states.State, int], Any] = lambda state, slot: None,
         ends: ends_lib.Ends | None = None,
     ) -> Iterator[requests_lib.Finished]:
@@ -416,11 +415,11 @@ class Scheduler:
                 state = self.admit(
                     state, free.pop(0), request, refills=refills, held=held
                 )
-            state = round_lib.generate(
+            state = round_lib.run(
                 self.speculator,
                 state,
-                max_rounds=jnp.int32(rounds_per_call),
-                until_one_ends=jnp.bool_(bool(waiting)),
+                max_rounds=rounds_per_call,
+                until_one_ends=bool(waiting),
             )
             checks.check_refused([state.cache, state.memory])
             slots = jax.device_get(state.slots)

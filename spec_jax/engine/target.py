@@ -1,6 +1,7 @@
 """The protocol of a target: a model that verifies drafts, of all slots at once."""
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -13,11 +14,20 @@ from spec_jax.engine import protocols
 from spec_jax.rules import sampling
 
 
+class Sums(NamedTuple):
+    """Sums over a vocabulary, for the rules that compare distributions."""
+
+    # As these functions of XLA: settings and `[*rows, V]` to `[*rows]`.
+    distribution: Callable[..., jax.Array] = sampling.distribution
+    row_sums: Callable[[jax.Array], jax.Array] = functools.partial(jnp.sum, axis=-1)
+
+
 class Target(Protocol):
     """A model whose verification rows equal its decoding rows, bit for bit.
 
     Hashable: it is a static argument. Everything that changes is in the cache, which
-    all slots share. A class that inherits has the defaults of the properties.
+    all slots share. A class that inherits has defaults, but for its numbers of slots
+    and rows and for `verify`: those of a target of chains with room for every slot.
     """
 
     @pytree.optional
@@ -27,14 +37,14 @@ class Target(Protocol):
         return None
 
     @pytree.optional
-    def draw(self) -> Callable[..., Int[Array, " P"]] | None:
-        """Kernels that draw tokens as `sampling.sample_each`; None: that function."""
-        return None
+    def draw(self) -> Callable[..., Int[Array, " P"]]:
+        """Draws tokens: `sampling.sample_each`, or kernels that do as it does."""
+        return sampling.sample_each
 
     @pytree.optional
-    def sums(self) -> Any:
-        """The fields of `Sums`, by kernels; None: XLA's."""
-        return None
+    def sums(self) -> Sums:
+        """The sums over the vocabulary, by XLA or by kernels."""
+        return Sums()
 
     @pytree.optional
     def taps(self) -> tuple[int, ...] | None:
@@ -74,7 +84,8 @@ class Target(Protocol):
         self, logits: Float[Array, "P V"], num_active: Int[Array, ""]
     ) -> Int[Array, " P"]:
         """Returns the token of highest logit of each active row, int32."""
-        ...
+        del num_active
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def keep_path(
         self,
@@ -89,7 +100,7 @@ class Target(Protocol):
         Column `path[i]`, at place `start + path[i]`, comes to `start + i + 1`. Asked
         after a `verify` of trees only, and before `truncate`.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__name__} verifies chains, no trees")
 
     def truncate(
         self,
@@ -98,27 +109,21 @@ class Target(Protocol):
         *,
         asked: Bool[Array, " B"],
     ) -> protocols.Cache:
-        """Forgets the K/V from position `new_len` on, in the slots that are asked."""
-        ...
+        """Forgets the K/V from position `new_len` on, in the slots that are asked.
+
+        By default it keeps them: a row sees the keys up to its own position alone, and
+        those after it are overwritten before they are seen.
+        """
+        del new_len, asked
+        return cache
 
     def out_of_pages(self, cache: protocols.Cache) -> Bool[Array, " B"]:
         """Returns for each slot whether its last window found no page."""
-        ...
+        del cache
+        return jnp.zeros((self.num_slots,), bool)
 
 
-def draw_of(target: Any) -> Callable[..., Int[Array, " P"]]:
-    """Returns a target's own `draw`, or `sampling.sample_each`."""
-    return target.draw or sampling.sample_each
-
-
-class Sums(NamedTuple):
-    """Sums over a vocabulary, for the rules that compare distributions."""
-
-    distribution: Callable[..., jax.Array]  # as `sampling.distribution`
-    row_sums: Callable[[jax.Array], jax.Array]  # `[*rows, V]` to `[*rows]`
-
-
-def sums_of(target: Any) -> Sums:
-    """Returns a target's own `sums`, a pair of such functions; else XLA's."""
-    own = target.sums
-    return Sums(*own or (sampling.distribution, functools.partial(jnp.sum, axis=-1)))
+def passed_on(name: str, *, of: str) -> Any:
+    """Returns a property of a target that is that of its field `of`, or a method."""
+    found = operator.attrgetter(f"{of}.{name}")
+    return property(found, doc=getattr(vars(Target).get(name), "__doc__", None))

@@ -35,14 +35,6 @@ def finite_rows(
     return jnp.isfinite(top[:, 0])
 
 
-def is_stop(
-    tokens: Int[Array, "*rows"], stop_ids: Int[Array, " num_stop"] | tuple[int, ...]
-) -> Bool[Array, "*rows"]:
-    """Returns whether each token is one of `stop_ids`."""
-    stop_ids = jnp.asarray(stop_ids, jnp.int32).reshape(*(1,) * tokens.ndim, -1)
-    return jnp.any(tokens[..., None] == stop_ids, axis=-1)
-
-
 def target_tokens(
     target: target_lib.Target,
     verified: protocols.Verified,
@@ -62,7 +54,7 @@ def target_tokens(
     each = jax.tree.map(lambda leaf: leaf[verified.slots], sampling_settings)
     is_active = jnp.arange(highest.shape[0], dtype=jnp.int32) < verified.num_active
     draws = is_active & (each.temperature != 0)
-    drawn = target_lib.draw_of(target)(
+    drawn = target.draw(
         verified.logits, each, positions=verified.positions + 1, draws=draws
     )
     return jnp.where(draws, drawn, highest), is_finite
@@ -91,27 +83,14 @@ def decide(
         return _along_chains(rule, own, is_finite, verified, proposal)
     highest = target.choose(verified.logits, verified.num_active)
     is_finite = finite_rows(verified.logits, highest)
-    if rule.is_exact:
+    accept = rule.accept_chain
+    if proposal.parents is not None:
         accept = functools.partial(rule.accept_tree, depth_max=depth_max)
-        outcome = _along_own_tokens(
-            accept, target, verified, proposal, sampling_settings, highest, wanted
-        )
+    given = accept, target, verified, proposal, sampling_settings, wanted
+    if rule.is_exact:
+        outcome = _along_own_tokens(*given, highest)
     else:
-        sums = target_lib.sums_of(target)
-        if proposal.parents is None:
-            decide_one = functools.partial(_chain_by_uniforms, rule.accept_chain)
-        else:
-            accept = functools.partial(rule.accept_tree, depth_max=depth_max)
-            decide_one = functools.partial(_tree_by_uniforms, accept)
-        outcome = _by_uniforms(
-            functools.partial(decide_one, row_sums=sums.row_sums),
-            verified,
-            proposal,
-            sampling_settings,
-            first_position,
-            wanted,
-            sums.distribution,
-        )
+        outcome = _by_uniforms(*given, first_position)
     return outcome, verified.by_column(is_finite, fill=True)
 
 
@@ -128,10 +107,10 @@ def _along_chains(rule, own, is_finite, verified, proposal):
 
 
 def _along_own_tokens(
-    accept, target, verified, proposal, sampling_settings, highest, wanted
+    accept, target, verified, proposal, sampling_settings, wanted, highest
 ):
     """Follows trees by the target's own tokens, drawn along the path alone."""
-    highest, sample = verified.by_column(highest, fill=0), target_lib.draw_of(target)
+    highest = verified.by_column(highest, fill=0)
     is_greedy = sampling_settings is None
 
     def one(slot):
@@ -144,7 +123,7 @@ def _along_own_tokens(
             logits = verified.logits.at[row].get(mode="clip")
             positions = verified.positions.at[row].get(mode="clip") + 1
             draws = each.temperature != 0
-            drawn = sample(logits, each, positions=positions, draws=draws)
+            drawn = target.draw(logits, each, positions=positions, draws=draws)
             return jnp.where(draws, drawn, highest[column])[0]
 
         return accept(
@@ -163,17 +142,11 @@ def _along_own_tokens(
 
 
 def _by_uniforms(
-    decide_one,
-    verified,
-    proposal,
-    sampling_settings,
-    first_position,
-    wanted,
-    distribution,
+    accept, target, verified, proposal, sampling_settings, wanted, first_position
 ):
     """Decides slot by slot, in a loop: only one slot's logits are copied at a time."""
     num_slots, gamma_max = proposal.tokens.shape
-    vocab_size = verified.logits.shape[-1]
+    vocab_size, sums = verified.logits.shape[-1], target.sums
     if sampling_settings is None:
         sampling_settings = sampling.greedy(num_slots)
 
@@ -181,43 +154,23 @@ def _by_uniforms(
         """Decides one slot's proposal."""
         proposal, settings, position, at, wanted = slot
         logits = verified.logits.at[at].get(mode="fill", fill_value=0)
-        return decide_one(
-            proposal,
-            distribution(logits, settings),
-            wanted,
-            uniforms=sampling.uniforms(settings.seed, position, gamma=gamma_max),
-            noise=sampling.noise(
-                settings.seed,
-                position,
-                vocab_size=vocab_size,
-                stream=sampling.Stream.OWN,
-            ),
-        )
+        tokens, count = proposal.tokens, proposal.num_drafted
+        draft_probs = proposal.probs
+        target_probs = sums.distribution(logits, settings)
+        seed, own = settings.seed, sampling.Stream.OWN
+        random = {
+            "uniforms": sampling.uniforms(seed, position, gamma=gamma_max),
+            "noise": sampling.noise(seed, position, vocab_size=vocab_size, stream=own),
+            "row_sums": sums.row_sums,
+        }
+        if proposal.parents is not None:
+            drafts = tokens, proposal.parents, draft_probs
+            return accept(*drafts, target_probs, count, wanted, **random)
+        if draft_probs is None:
+            draft_probs = jax.nn.one_hot(tokens, vocab_size, dtype=jnp.float32)
+        # A chain has no more drafts than are wanted.
+        return accept(tokens, draft_probs, target_probs, count, **random)
 
     return jax.lax.map(
         one, (proposal, sampling_settings, first_position, verified.at, wanted)
-    )
-
-
-def _chain_by_uniforms(accept, proposal, target_probs, wanted, **noise):
-    """Decides on a chain, which has no more drafts than are wanted."""
-    draft_probs = proposal.probs
-    if draft_probs is None:
-        vocab_size = target_probs.shape[-1]
-        draft_probs = jax.nn.one_hot(proposal.tokens, vocab_size, dtype=jnp.float32)
-    return accept(
-        proposal.tokens, draft_probs, target_probs, proposal.num_drafted, **noise
-    )
-
-
-def _tree_by_uniforms(accept, proposal, target_probs, wanted, **noise):
-    """Decides on a tree."""
-    return accept(
-        proposal.tokens,
-        proposal.parents,
-        proposal.probs,
-        target_probs,
-        proposal.num_drafted,
-        wanted,
-        **noise,
     )

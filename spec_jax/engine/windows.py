@@ -74,7 +74,9 @@ def over_tiles(
         kv, outputs = carry
         start = number * tile
         cut = lambda values: jax.lax.dynamic_slice_in_dim(values, start, tile)
-        kv, parts = forward(kv, _tile_of(rows, start, tile), jax.tree.map(cut, inputs))
+        part, given = jax.tree.map(cut, (rows.replace(num_active=None), inputs))
+        num_active = jnp.clip(rows.num_active - start, 0, tile)
+        kv, parts = forward(kv, part.replace(num_active=num_active), given)
 
         def keep(all_, part):
             at = (start, *(jnp.int32(0) for _ in part.shape[1:]))
@@ -147,25 +149,10 @@ def _layout(
 ) -> tuple[Int[Array, "B R"], Int[Array, "B R A"]]:
     """Returns the positions of the rows of trees, and their branches."""
     width = cast(int, window.depth_max) + 1
-    layout = functools.partial(tree.layout, width=width)
-    laid_out = jax.vmap(lambda parents, start: layout(parents, start=start))(
-        window.parents, window.start
-    )
+    layout = lambda parents, start: tree.layout(parents, start=start, width=width)
+    laid_out = jax.vmap(layout)(window.parents, window.start)
     first = window.first
     if first is None:
         return laid_out
     cut = lambda values: jax.lax.dynamic_slice_in_dim(values, first, num_rows, axis=1)
-    return cut(laid_out[0]), cut(laid_out[1])
-
-
-def _tile_of(rows: decoder.Rows, start: jax.Array, height: int) -> decoder.Rows:
-    def cut(values):
-        return jax.lax.dynamic_slice_in_dim(values, start, height)
-
-    return decoder.Rows(
-        tokens=cut(rows.tokens),
-        slots=cut(rows.slots),
-        positions=cut(rows.positions),
-        num_active=jnp.clip(rows.num_active - start, 0, height),
-        branch=None if rows.branch is None else cut(rows.branch),
-    )
+    return jax.tree.map(cut, laid_out)

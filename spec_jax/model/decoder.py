@@ -196,7 +196,7 @@ def prefill(
 
     `T` is a `bucket`; tokens past `length` are padding and write nowhere. Runs
     `sequence.forward`, whose bits differ from those of rows; the baseline and
-    speculative decoding share it. The slot must be registered, its pages reserved.
+    speculative decoding share it. The pages must have been reserved.
 
     Returns:
       The cache, of length `length`, and the features `[T, taps, D]`.

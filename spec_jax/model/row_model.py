@@ -110,7 +110,7 @@ class RowModel:
             load_shards.check(self.config, self.layout)
 
     def new_cache(self, *, capacity: int, page_size: int) -> paged.PagedKV:
-        """Makes a cache of `capacity` positions or a little more, slot 0 open.
+        """Makes a cache of one slot, of `capacity` positions or a little more.
 
         Raises:
           ValueError: as `new_slots`.
@@ -127,14 +127,14 @@ class RowModel:
         shares: bool = False,
         kept: int | None = None,
     ) -> paged.PagedKV:
-        """Makes an empty cache for several sequences, all slots open.
+        """Makes an empty cache for several sequences.
 
         Args:
           capacity: positions of each slot, or a little more.
           num_pages: of all slots together, of a paged cache; None is enough for all of
             them in full.
           shares: whether slots may share pages; see `allocator.share`.
-          kept: positions of each slot that are kept, its last ones, in a `RingKV`;
+          kept: positions of each slot that are kept, its last ones, in a ring;
             None: all.
 
         Raises:
@@ -149,10 +149,6 @@ class RowModel:
         pages_per_slot = index.pages_for(capacity, page_size)
         if num_pages is None:
             num_pages = num_slots * pages_per_slot
-        if num_pages < num_slots:
-            raise ValueError(
-                f"{num_pages=} is fewer than {num_slots=}, and every slot has a page"
-            )
         if shares and self.cache == "static":
             raise ValueError(
                 "a static cache has its pages by slot, and shares none: use "
@@ -319,8 +315,6 @@ def _new_slots(kind, *, num_pages, layout, shares, kept, **sizes):
         kv = static.init(kept=kept, **sizes)
     else:
         kv = paged.init(num_pages=num_pages, shares=shares, **sizes)
-    for slot in range(kv.num_slots):
-        kv = allocator.register(kv, slot)
     if layout is None:
         return kv
     return jax.lax.with_sharding_constraint(

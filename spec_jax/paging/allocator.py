@@ -1,22 +1,20 @@
-"""Allocation of pages: register, reserve, extend, truncate, release, share.
+"""Allocation of pages: reserve, extend, append, truncate, share.
 
 Every operation takes a state value and returns a new one, works inside `jit` and
 `while_loop`, and touches the page table only, never the pages (but for `share`, which
 copies one): its cost is one pass over a few integers a page. In a `static.StaticKV` a
 slot has its pages for good, and operations change lengths and flags alone.
 
-An invalid request raises `ValueError` where its arguments are concrete. Under a
-trace it sets `refused[slot]` (of a slot that does not exist: every slot's) and
-changes nothing else; `check` raises at the edge.
+An invalid request sets `refused[slot]` and changes nothing else; of a slot that does
+not exist, every slot's is set.
 
 In a cache that counts owners (`cache.init(shares=True)`) several slots may hold a page,
 all of whose positions are then valid and are never written again. It is free when the
 last of them gives it back. An empty slot need not have a page there.
 """
 
-import functools
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,126 +27,38 @@ from spec_jax.paging import cache, index
 Scalar = jax.Array | int
 
 
-def register(kv: cache.PagedKV, slot: Scalar) -> cache.PagedKV:
-    """Opens an empty slot and gives it its first page, unless it has pages for good.
-
-    Without a free page `out_of_pages[slot]` is set and the slot stays closed.
-    """
-    slot = _slot(kv, slot)
-    valid = ~kv.registered[slot]
-    kv, valid = _refuse_unless(
-        kv, slot, valid, lambda: f"slot {int(slot)} is already registered"
-    )
-    opens = valid & ((kv.num_free > 0) | (not kv.has_shared_pool))
-    kv = _take_pages(kv, slot, opens.astype(jnp.int32))
-    out_of_pages = jnp.where(valid, ~opens, kv.out_of_pages[slot])
-    return kv.replace(
-        registered=kv.registered.at[slot].set(kv.registered[slot] | opens),
-        out_of_pages=kv.out_of_pages.at[slot].set(out_of_pages),
-    )
-
-
+@compilation.one_kernel
 def reserve(kv: cache.PagedKV, slot: Scalar, up_to: Scalar) -> cache.PagedKV:
-    """Makes the slot own the pages that cover `[0, up_to)`; never gives pages back.
-
-    Where the pool or the slot's page table is too small, `out_of_pages[slot]` is set
-    and nothing else changes: what is committed stays.
-    """
-    slot, up_to = _slot(kv, slot), jnp.asarray(up_to, jnp.int32)
-    valid = kv.registered[slot] & (up_to >= 0)
-    kv, valid = _refuse_unless(
-        kv,
-        slot,
-        valid,
-        lambda: (
-            f"cannot reserve up to {int(up_to)} in slot {int(slot)} "
-            f"(registered: {bool(kv.registered[slot])})"
-        ),
-    )
-    wanted = index.pages_for(up_to, kv.page_size)
-    missing = jnp.maximum(wanted - kv.num_owned[slot], 0)
-    fits = (missing <= kv.num_free) & (wanted <= kv.page_table.shape[1])
-    kv = kv.replace(
-        out_of_pages=kv.out_of_pages.at[slot].set(
-            jnp.where(valid, ~fits, kv.out_of_pages[slot])
-        )
-    )
-    return _take_pages(kv, slot, jnp.where(valid & fits, missing, 0))
+    """Does as `reserve_each` for one slot."""
+    kv, asked = _only(kv, slot)
+    return _reserve(kv, jnp.asarray(up_to, jnp.int32), asked, most=1)
 
 
+@compilation.one_kernel
 def extend(kv: cache.PagedKV, slot: Scalar, new_len: Scalar) -> cache.PagedKV:
-    """Declares `[0, new_len)` valid, after its keys and values were written."""
-    slot, new_len = _slot(kv, slot), jnp.asarray(new_len, jnp.int32)
-    capacity = kv.num_owned[slot] * kv.page_size
-    valid = kv.registered[slot] & (new_len >= kv.length[slot]) & (new_len <= capacity)
-    kv, valid = _refuse_unless(
-        kv,
-        slot,
-        valid,
-        lambda: (
-            f"cannot extend slot {int(slot)} from {int(kv.length[slot])} to "
-            f"{int(new_len)}: it owns {int(capacity)} positions"
-        ),
-    )
-    new_len = jnp.where(valid, new_len, kv.length[slot])
-    return kv.replace(length=kv.length.at[slot].set(new_len))
-
-
-def truncate(kv: cache.PagedKV, slot: Scalar, new_len: Scalar) -> cache.PagedKV:
-    """Keeps `[0, new_len)` and frees the pages to the right of it.
-
-    The slot stays registered and keeps its first page even at `new_len = 0`, unless the
-    cache counts owners. A page of several owners cannot be cut in two. No bytes are
-    cleared or moved. Costs a pass over the page table, whatever the length; where a
-    slot has its pages for good, nothing but the write of one length.
-    """
-    slot, new_len = _slot(kv, slot), jnp.asarray(new_len, jnp.int32)
-    valid = kv.registered[slot] & (new_len >= 0) & (new_len <= kv.length[slot])
-    if kv.counts is not None:
-        valid &= ~_cuts_shared(kv, kv.page_table[slot], new_len)
-    kv, valid = _refuse_unless(
-        kv,
-        slot,
-        valid,
-        lambda: (
-            f"cannot truncate slot {int(slot)} to {int(new_len)}: its length is "
-            f"{int(kv.length[slot])} (registered: {bool(kv.registered[slot])}), or "
-            "others hold the page there"
-        ),
-    )
-    new_len = jnp.where(valid, new_len, kv.length[slot])
-    kept = _kept(kv, new_len)
-    kv = kv.replace(length=kv.length.at[slot].set(new_len))
-    return _give_back(kv, slot, jnp.where(valid, kept, kv.num_owned[slot]))
-
-
-def release(kv: cache.PagedKV, slot: Scalar) -> cache.PagedKV:
-    """Closes the slot and frees all its pages, unless it has them for good."""
-    slot = _slot(kv, slot)
-    kv, valid = _refuse_unless(
-        kv,
-        slot,
-        kv.registered[slot],
-        lambda: f"slot {int(slot)} is not registered",
-    )
-    kv = _give_back(kv, slot, jnp.where(valid, 0, kv.num_owned[slot]))
-    length = jnp.where(valid, 0, kv.length[slot])
-    return kv.replace(
-        length=kv.length.at[slot].set(length),
-        registered=kv.registered.at[slot].set(kv.registered[slot] & ~valid),
-    )
+    """Does as `extend_each` for one slot."""
+    kv, asked = _only(kv, slot)
+    return extend_each(kv, jnp.asarray(new_len, jnp.int32), asked=asked)
 
 
 @compilation.one_kernel
 def reserve_each(
     kv: cache.PagedKV, up_to: jax.Array, *, asked: jax.Array
 ) -> cache.PagedKV:
-    """Does as `reserve` for slots that are asked, in their order; all arrays `[S]`.
+    """Makes slots own the pages that cover `[0, up_to)`; never gives pages back.
 
-    A slot that finds too few pages takes none, and leaves them to those behind it.
-    Costs the slots that need pages, not the slots there are.
+    It serves the slots that are asked in their order; all arrays are `[S]`. Where the
+    pool or a slot's page table is too small, `out_of_pages[slot]` is set and the slot
+    takes no page, which leaves them to those behind it. Costs the slots that need
+    pages, not the slots there are.
     """
-    valid = asked & kv.registered & (up_to >= 0)
+    return _reserve(kv, up_to, asked, most=kv.num_slots)
+
+
+def _reserve(kv, up_to, asked, *, most):
+    """Implements `reserve_each`, of at most `most` slots that are asked."""
+    valid = asked & (up_to >= 0)
+    up_to = jnp.broadcast_to(up_to, asked.shape)
     wanted = index.pages_for(up_to, kv.page_size)
     missing = jnp.where(valid, jnp.maximum(wanted - kv.num_owned, 0), 0)
     out_of_pages = jnp.where(valid, False, kv.out_of_pages)
@@ -156,7 +66,7 @@ def reserve_each(
     def serve(carry):
         """Gives the first slot that waits its pages, or flags that it lacks them."""
         tables, out_of_pages, missing = carry
-        slot = jnp.argmax(missing > 0).astype(jnp.int32)
+        slot = _first(missing)
         num_free = tables[3]
         fits = (missing[slot] <= num_free) & (wanted[slot] <= kv.page_table.shape[1])
         tables = _take(tables, slot, jnp.where(fits, missing[slot], 0))
@@ -166,11 +76,7 @@ def reserve_each(
         return tables, out_of_pages, _put(missing, slot, 0)
 
     carry = _tables(kv), out_of_pages, missing
-    if kv.num_slots == 1:
-        carry = serve(carry)  # One turn at most: no loop to compile and to start.
-    else:
-        carry = jax.lax.while_loop(lambda carry: jnp.any(carry[2] > 0), serve, carry)
-    tables, out_of_pages, _ = carry
+    tables, out_of_pages, _ = _in_turn(serve, carry, most=most)
     kv = kv.replace(out_of_pages=out_of_pages, refused=kv.refused | (asked & ~valid))
     return _with_tables(kv, tables)
 
@@ -179,9 +85,11 @@ def reserve_each(
 def extend_each(
     kv: cache.PagedKV, new_len: jax.Array, *, asked: jax.Array
 ) -> cache.PagedKV:
-    """Does as `extend` for slots that are asked; all arrays `[S]`."""
-    fits = new_len <= kv.num_owned * kv.page_size
-    valid = kv.registered & (new_len >= kv.length) & fits
+    """Declares `[0, new_len)` valid, after its keys and values were written.
+
+    It does so for slots that are asked; all arrays are `[S]`.
+    """
+    valid = (new_len >= kv.length) & (new_len <= kv.num_owned * kv.page_size)
     return kv.replace(
         length=jnp.where(asked & valid, new_len, kv.length),
         refused=kv.refused | (asked & ~valid),
@@ -237,37 +145,38 @@ def append_each(
 def truncate_each(
     kv: cache.PagedKV, new_len: jax.Array, *, asked: jax.Array, impl: str = "xla"
 ) -> cache.PagedKV:
-    """Does as `truncate` for slots that are asked; all arrays `[S]`.
+    """Keeps `[0, new_len)` and frees the pages to the right of it.
 
-    Costs the slots that give pages back, not the slots there are.
+    It does so for slots that are asked; all arrays are `[S]`. A slot keeps its first
+    page even at `new_len = 0`, unless the cache counts owners. A page of several owners
+    cannot be cut in two. No bytes are cleared or moved. Costs the slots that give pages
+    back, not the slots there are, and for each a pass over the page table; where slots
+    have their pages for good, nothing but the write of lengths.
 
     Args:
       impl: of `dispatch`; those with kernels have one for all of this.
     """
     if impl in dispatch.PALLAS and kv.counts is None:
         return _by_kernel("truncate_each", kv, new_len, asked, impl=impl)[0]
-    valid = asked & kv.registered & (new_len >= 0) & (new_len <= kv.length)
+    valid = asked & (new_len >= 0) & (new_len <= kv.length)
     if kv.counts is not None:
         valid &= ~jax.vmap(_cuts_shared, (None, 0, 0))(kv, kv.page_table, new_len)
-    kept = _kept(kv, new_len)
+    least = 1 if kv.counts is None else 0
+    kept = jnp.maximum(index.pages_for(new_len, kv.page_size), least)
     kv = kv.replace(
         length=jnp.where(valid, new_len, kv.length),
         refused=kv.refused | (asked & ~valid),
     )
     if not kv.has_shared_pool:
         return kv
-    surplus = jnp.where(valid, jnp.maximum(kv.num_owned - kept, 0), 0)
-    if kv.num_slots == 1:
-        return _with_tables(kv, _give(_tables(kv), jnp.int32(0), surplus[0]))
 
     def free(carry):
         tables, surplus = carry
-        slot = jnp.argmax(surplus > 0).astype(jnp.int32)
+        slot = _first(surplus)
         return _give(tables, slot, surplus[slot]), _put(surplus, slot, 0)
 
-    tables, _ = jax.lax.while_loop(
-        lambda carry: jnp.any(carry[1] > 0), free, (_tables(kv), surplus)
-    )
+    surplus = jnp.where(valid, jnp.maximum(kv.num_owned - kept, 0), 0)
+    tables, _ = _in_turn(free, (_tables(kv), surplus), most=kv.num_slots)
     return _with_tables(kv, tables)
 
 
@@ -280,28 +189,20 @@ def share(
     a free page for it `out_of_pages[slot]` is set, and the slot stays empty.
 
     Raises:
-      ValueError: a cache that counts no owners; or as any operation.
+      ValueError: a cache that counts no owners.
     """
     if kv.counts is None:
         raise ValueError("the cache counts no owners: make it with shares=True")
-    source, slot = _slot(kv, source), _slot(kv, slot)
-    length = jnp.asarray(length, jnp.int32)
-    is_begun = (source == slot) | (kv.length[slot] > 0)
-    valid = kv.registered[source] & kv.registered[slot] & ~is_begun
+    kv, asked = _only(kv, slot)
+    source, slot, length = (jnp.asarray(x, jnp.int32) for x in (source, slot, length))
+    valid = jnp.any(asked) & (source != slot) & (kv.length[slot] == 0)
     valid &= (source >= 0) & (source < kv.num_slots)
     valid &= (length >= 0) & (length <= kv.length[source])
-    kv, valid = _refuse_unless(
-        kv,
-        slot,
-        valid,
-        lambda: (
-            f"cannot begin slot {int(slot)} with {int(length)} positions of slot "
-            f"{int(source)}, which has {int(kv.length[source])}: another, empty one can"
-        ),
-    )
+    kv = kv.replace(refused=kv.refused | (asked & ~valid))
     full = jax.lax.div(length, jnp.int32(kv.page_size))
     is_cut = jax.lax.rem(length, jnp.int32(kv.page_size)) > 0
-    kv = _give_back(kv, slot, jnp.where(valid, 0, kv.num_owned[slot]))
+    owned = kv.num_owned[slot]
+    kv = _with_tables(kv, _give(_tables(kv), slot, jnp.where(valid, owned, 0)))
     counts = cast(jax.Array, kv.counts)  # Without those of the page that it gave back.
     fits = valid & (~is_cut | (kv.num_free > 0))
     own, theirs, nowhere = kv.page_table[slot], kv.page_table[source], kv.num_pages
@@ -313,12 +214,10 @@ def share(
         num_owned=put(kv.num_owned, full),
         length=put(kv.length, length),
         counts=counts.at[added].add(1, mode="drop"),
-        out_of_pages=_put(
-            kv.out_of_pages, slot, jnp.where(valid, ~fits, kv.out_of_pages[slot])
-        ),
+        out_of_pages=jnp.where(asked & valid, ~fits, kv.out_of_pages),
     )
     copies = fits & is_cut
-    kv = _take_pages(kv, slot, copies.astype(jnp.int32))
+    kv = _with_tables(kv, _take(_tables(kv), slot, copies.astype(jnp.int32)))
     copy = kv.page_table[slot].at[full].get(mode="fill", fill_value=nowhere)
     return cache.copy_page(
         kv,
@@ -327,59 +226,25 @@ def share(
     )
 
 
-def check(kv: cache.PagedKV) -> None:
-    """Raises what a traced operation could only flag. Outside jit only.
-
-    Raises:
-      ValueError: an operation was refused.
-      MemoryError: a reservation found no page; the message has the numbers.
-    """
-    refused = [slot for slot in range(kv.num_slots) if bool(kv.refused[slot])]
-    if refused:
-        raise ValueError(f"an operation on slots {refused} was invalid and refused")
-    out_of_pages = [slot for slot in range(kv.num_slots) if bool(kv.out_of_pages[slot])]
-    if out_of_pages:
-        raise MemoryError(
-            f"out of pages in slots {out_of_pages}: {int(kv.num_free)} of "
-            f"{kv.num_pages} pages of {kv.page_size} tokens are free, and a slot holds "
-            f"at most {kv.slot_capacity} tokens"
-        )
+def _only(kv: cache.PagedKV, slot: Scalar) -> tuple[cache.PagedKV, jax.Array]:
+    """Returns the cache, and a mask of one slot, `[S]`; none is a refused request."""
+    asked = jnp.arange(kv.num_slots, dtype=jnp.int32) == slot
+    return kv.replace(refused=kv.refused | ~jnp.any(asked)), asked
 
 
-def _slot(kv: cache.PagedKV, slot: Scalar) -> jax.Array:
-    if not _is_traced(slot) and not 0 <= int(slot) < kv.num_slots:
-        raise ValueError(f"slot {int(slot)} is outside [0, {kv.num_slots})")
-    return jnp.asarray(slot, jnp.int32)
+def _first(numbers: jax.Array) -> jax.Array:
+    """Returns the first slot whose number is above 0."""
+    if numbers.shape[0] == 1:
+        return jnp.int32(0)
+    return jnp.argmax(numbers > 0).astype(jnp.int32)
 
 
-def _is_traced(*values) -> bool:
-    return any(isinstance(value, jax.core.Tracer) for value in values)
-
-
-def _refuse_unless(
-    kv: cache.PagedKV, slot: jax.Array, valid: jax.Array, message: Callable[[], str]
-) -> tuple[cache.PagedKV, jax.Array]:
-    if not _is_traced(valid) and not bool(valid):
-        raise ValueError(message())
-    exists = (slot >= 0) & (slot < kv.num_slots)
-    valid = valid & exists
-    refused = kv.refused.at[slot].set(kv.refused[slot] | ~valid)
-    return kv.replace(refused=refused | ~exists), valid
-
-
-def _take_pages(kv: cache.PagedKV, slot: jax.Array, count: jax.Array) -> cache.PagedKV:
-    """Moves `count` pages from the top of the free stack to the slot's table."""
-    if not kv.has_shared_pool:
-        return kv
-    return _with_tables(kv, _take(_tables(kv), slot, count))
-
-
-def _give_back(kv: cache.PagedKV, slot: jax.Array, kept: jax.Array) -> cache.PagedKV:
-    """Moves the slot's pages past the first `kept` to the free stack."""
-    if not kv.has_shared_pool:
-        return kv
-    count = jnp.maximum(kv.num_owned[slot] - kept, 0)
-    return _with_tables(kv, _give(_tables(kv), slot, count))
+def _in_turn(serve: Callable[[Any], Any], carry: Any, *, most: int) -> Any:
+    """Calls `serve`, which sets one of the last part of `carry` to 0, until all are:
+    `most` times at the most."""
+    if most == 1:
+        return serve(carry)  # No loop to compile and to start.
+    return jax.lax.while_loop(lambda carry: jnp.any(carry[-1] > 0), serve, carry)
 
 
 def _by_kernel(
@@ -405,12 +270,6 @@ def _by_kernel(
     return kv.replace(**changed), made
 
 
-def _kept(kv: cache.PagedKV, new_len: jax.Array) -> jax.Array:
-    """Returns the pages that a slot of so many positions keeps."""
-    least = 1 if kv.counts is None else 0
-    return jnp.maximum(index.pages_for(new_len, kv.page_size), least)
-
-
 def _cuts_shared(kv: cache.PagedKV, row: jax.Array, new_len: jax.Array) -> jax.Array:
     """Returns whether a text would end within a page of `row` that others hold, too.
     The cache counts owners."""
@@ -431,11 +290,10 @@ def _with_tables(kv: cache.PagedKV, tables: tuple[jax.Array, ...]) -> cache.Page
     return kv.replace(**dict(zip(names, tables, strict=False)))
 
 
-# `inline`: compiled once for calls outside a trace, inlined within one. One pass
-# over the page table, however many pages move: a loop would take as many turns,
-# and on a GPU ask the host at each.
-@functools.partial(jax.jit, inline=True)
+# One pass over the page table, however many pages move: a loop would take as many
+# turns, and on a GPU ask the host at each.
 def _take(tables, slot, count):
+    """Moves `count` pages from the top of the free stack to the slot's table."""
     table, owned, stack, num_free, *counts = tables
     nowhere, row = stack.shape[0], table[slot]
     # The page on top of the stack becomes the slot's next.
@@ -450,8 +308,8 @@ def _take(tables, slot, count):
     return table, owned, stack, left, *counts
 
 
-@functools.partial(jax.jit, inline=True)
 def _give(tables, slot, count):
+    """Moves the slot's last `count` pages to the free stack."""
     if len(tables) > 4:
         return _let_go(tables, slot, count)
     table, owned, stack, num_free = tables
@@ -465,7 +323,6 @@ def _give(tables, slot, count):
     return _put(table, slot, row), _put(owned, slot, left), stack, num_free + count
 
 
-@functools.partial(jax.jit, inline=True)
 def _let_go(tables, slot, count):
     """Does as `_give` in a cache that counts owners: a page of others is not free."""
     table, owned, stack, num_free, counts = tables

@@ -6,16 +6,14 @@ For a slot of length `n` the interval `[0, n)` holds valid keys and values,
 `[n, num_owned * C)` is owned and holds bytes that mean nothing.
 """
 
-import collections
 from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from spec_jax import pytree
-from spec_jax.ops import bits, page_move, page_write
+from spec_jax.ops import bits, page_write
 from spec_jax.typing import typed
 
 
@@ -39,7 +37,6 @@ class PagedKV(pytree.Node):
     page_table: jax.Array  # [S, M] int32
     num_owned: jax.Array  # [S] int32, pages owned by each slot
     length: jax.Array  # [S] int32, valid positions of each slot
-    registered: jax.Array  # [S] bool
     free_pages: jax.Array  # [P] int32, a stack
     num_free: jax.Array  # [] int32
     counts: jax.Array | None = None  # [P] int32, owners of each page, if they may share
@@ -81,14 +78,17 @@ def init(
     head_dim: int,
     dtype: str,
     shares: bool = False,
+    kind: type[PagedKV] = PagedKV,
 ) -> PagedKV:
-    """Makes an empty cache: every page free, no slot registered.
+    """Makes an empty cache, in which each slot has its first page.
 
     Args:
+      kind: the class.
       shares: whether it counts the owners of pages, as `allocator.share` requires.
 
     Raises:
-      ValueError: a size below one, or a page table wider than the pool.
+      ValueError: a size below one, fewer pages than slots, or a page table wider than
+        the pool.
     """
     sizes = {
         "num_layers": num_layers,
@@ -102,21 +102,27 @@ def init(
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}={size} must be at least 1")
+    if num_pages < num_slots:
+        raise ValueError(
+            f"{num_pages=} is fewer than {num_slots=}, and every slot has a page"
+        )
     if pages_per_slot > num_pages:
         raise ValueError(f"{pages_per_slot=} exceeds {num_pages=}")
     # Not `jnp.empty`: it is uninitialised from jax 0.11 on.
     shape = (num_pages, page_size, num_kv_heads, head_dim)
-    return PagedKV(
+    # The top of the stack is its end: pages are handed out from 0 upwards.
+    stack = jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32)
+    owners = (stack[::-1] < num_slots).astype(jnp.int32)
+    table = jnp.full((num_slots, pages_per_slot), num_pages, jnp.int32)
+    return kind(
         k=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
         v=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
-        page_table=jnp.full((num_slots, pages_per_slot), num_pages, jnp.int32),
-        num_owned=jnp.zeros((num_slots,), jnp.int32),
+        page_table=table.at[:, 0].set(jnp.arange(num_slots, dtype=jnp.int32)),
+        num_owned=jnp.ones((num_slots,), jnp.int32),
         length=jnp.zeros((num_slots,), jnp.int32),
-        registered=jnp.zeros((num_slots,), bool),
-        # The top of the stack is its end: pages are handed out from 0 upwards.
-        free_pages=jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32),
-        num_free=jnp.int32(num_pages),
-        counts=jnp.zeros((num_pages,), jnp.int32) if shares else None,
+        free_pages=jnp.where(stack < num_slots, num_pages, stack),
+        num_free=jnp.int32(num_pages - num_slots),
+        counts=owners if shares else None,
         out_of_pages=jnp.zeros((num_slots,), bool),
         refused=jnp.zeros((num_slots,), bool),
     )
@@ -150,32 +156,6 @@ def write(
         k=page_write.page_write(kv.k[layer], k, **where),
         v=page_write.page_write(kv.v[layer], v, **where),
     )
-
-
-@typed
-def move(
-    kv: PagedKV,
-    *,
-    slots: Int[Array, " Q"],
-    sources: Int[Array, " Q"],
-    targets: Int[Array, " Q"],
-    moves: Bool[Array, " Q"],
-    impl: str = "xla",
-) -> PagedKV:
-    """Copies the K/V of places to other places of their slots, in all layers.
-
-    Lengths do not change. See `ops.page_move`.
-    """
-    pools = page_move.page_move(
-        (*kv.k, *kv.v),
-        page_table=kv.page_table,
-        slots=slots,
-        sources=sources,
-        targets=targets,
-        moves=moves,
-        impl=impl,
-    )
-    return kv.replace(k=pools[: len(kv.k)], v=pools[len(kv.k) :])
 
 
 def copy_page(kv: PagedKV, source: jax.Array, target: jax.Array) -> PagedKV:
@@ -222,76 +202,3 @@ def gather(
         return pool.at[pages, offsets].get(mode="fill", fill_value=jnp.nan)
 
     return read(kv.k[layer]), read(kv.v[layer])
-
-
-def check_integrity(kv: PagedKV) -> None:
-    """Raises `ValueError` unless every page is free or owned by exactly one slot.
-
-    In a cache that counts owners a page has as many as are counted; if these are
-    several, all its positions are valid in each. Outside jit only; a debug aid and the
-    invariant of the tests.
-    """
-    table, owned = np.asarray(kv.page_table), np.asarray(kv.num_owned)
-    length, registered = np.asarray(kv.length), np.asarray(kv.registered)
-    num_free, stack = int(kv.num_free), np.asarray(kv.free_pages)
-    P = kv.num_pages
-    if not 0 <= num_free <= P:
-        raise ValueError(f"num_free={num_free} is outside [0, {P}]")
-    holders = [list(stack[:num_free])]
-    for slot in range(kv.num_slots):
-        count = int(owned[slot])
-        if not 0 <= count <= table.shape[1]:
-            raise ValueError(f"slot {slot} owns {count} of {table.shape[1]} pages")
-        holders.append(list(table[slot, :count]))
-        if (table[slot, count:] != P).any():
-            raise ValueError(f"slot {slot}: stale entries past its {count} pages")
-        may_hold = registered[slot] or not kv.has_shared_pool
-        if count and not may_hold:
-            raise ValueError(f"slot {slot} is not registered but holds {count} pages")
-        if length[slot] and not registered[slot]:
-            raise ValueError(
-                f"slot {slot} is not registered but holds {length[slot]} positions"
-            )
-        if registered[slot] and not count and kv.counts is None:
-            raise ValueError(f"slot {slot} is registered but holds no page")
-        if not 0 <= length[slot] <= count * kv.page_size:
-            raise ValueError(
-                f"slot {slot}: length {length[slot]} exceeds its "
-                f"{count} pages of {kv.page_size}"
-            )
-    if (stack[num_free:] != P).any():
-        raise ValueError(f"stale entries past the {num_free} free pages")
-    if kv.counts is not None:
-        _check_counts(kv, holders[1:])
-        holders = [holders[0], sorted(set().union(*map(set, holders[1:])))]
-    held = sorted(int(page) for pages in holders for page in pages)
-    if held != list(range(P)):
-        lost = sorted(set(range(P)) - set(held))
-        twice = sorted({page for page in held if held.count(page) > 1})
-        raise ValueError(f"pages lost: {lost}; pages held twice: {twice}")
-
-
-def _check_counts(kv: PagedKV, holders: list[list[int]]) -> None:
-    """Raises `ValueError` unless pages have as many owners as are counted, and those of
-    several are valid in full.
-
-    Args:
-      holders: the pages of each slot, in order.
-    """
-    counts, length = np.asarray(kv.counts), np.asarray(kv.length)
-    found = collections.Counter(int(page) for pages in holders for page in pages)
-    wrong = [page for page in range(kv.num_pages) if found[page] != counts[page]]
-    if wrong:
-        raise ValueError(
-            f"pages {wrong} have {[found[page] for page in wrong]} owners, and "
-            f"{counts[wrong].tolist()} are counted"
-        )
-    for slot, pages in enumerate(holders):
-        if len(set(pages)) < len(pages):
-            raise ValueError(f"slot {slot} holds a page twice")
-        for place, page in enumerate(pages):
-            if found[int(page)] > 1 and length[slot] < (place + 1) * kv.page_size:
-                raise ValueError(
-                    f"slot {slot} of length {length[slot]} would write into page "
-                    f"{page}, which {found[int(page)]} slots hold"
-                )

@@ -11,10 +11,9 @@ the last positions alone: its table repeats `kept` pages, so that a position ove
 the one that lies `kept` pages before it, which must not be read from then on.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 
 from spec_jax.paging import cache
 
@@ -22,74 +21,39 @@ from spec_jax.paging import cache
 class StaticKV(cache.PagedKV):
     """Pages that never change hands: no page is free, each slot owns `M` of them.
 
-    A closed slot keeps its pages too. For a slot of length `n` the interval `[0, n)`
-    holds valid keys and values, `[n, T)` bytes that mean nothing.
+    For a slot of length `n` the interval `[0, n)` holds valid keys and values, `[n, T)`
+    bytes that mean nothing.
     """
 
     has_shared_pool: ClassVar[bool] = False
 
 
-class RingKV(StaticKV):
-    """Pages of which each slot owns a few; its page table repeats them."""
-
-
 def init(
-    *,
-    num_layers: int,
-    num_slots: int,
-    page_size: int,
-    pages_per_slot: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: str,
-    kept: int | None = None,
-) -> StaticKV:
-    """Makes an empty cache of `pages_per_slot * page_size` positions a slot.
+    *, num_slots: int, pages_per_slot: int, kept: int | None = None, **sizes: Any
+) -> cache.PagedKV:
+    """Makes an empty `StaticKV` of `pages_per_slot * page_size` positions a slot.
 
     Args:
       kept: pages that a slot of a ring owns; None: `pages_per_slot`, and no ring.
+      **sizes: the other sizes of `cache.init`.
 
     Raises:
       ValueError: a size below one.
     """
-    kind = StaticKV if kept is None else RingKV
     kept = pages_per_slot if kept is None else min(kept, pages_per_slot)
     num_pages = num_slots * kept
     firsts = kept * jnp.arange(num_slots, dtype=jnp.int32)[:, None]
     columns = jnp.arange(pages_per_slot, dtype=jnp.int32)[None]
-    empty = cache.init(
-        num_layers=num_layers,
+    kv = cache.init(
+        kind=StaticKV,
         num_slots=num_slots,
         num_pages=num_pages,
-        page_size=page_size,
         pages_per_slot=kept,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
+        **sizes,
     )
-    return kind(
-        k=empty.k,
-        v=empty.v,
+    return kv.replace(
         page_table=firsts + columns % kept,
         num_owned=jnp.full((num_slots,), pages_per_slot, jnp.int32),
-        length=empty.length,
-        registered=empty.registered,
         free_pages=jnp.full((num_pages,), num_pages, jnp.int32),
         num_free=jnp.int32(0),
-        out_of_pages=empty.out_of_pages,
-        refused=empty.refused,
     )
-
-
-def check_integrity(kv: StaticKV) -> None:
-    """Raises `ValueError` unless every slot owns its own stretch of pages, in order.
-
-    Outside jit only; a debug aid and the invariant of the tests.
-    """
-    own = np.arange(kv.num_pages).reshape(kv.num_slots, -1)
-    own = own[:, np.arange(kv.page_table.shape[1]) % own.shape[1]]
-    moved = np.flatnonzero((np.asarray(kv.page_table) != own).any(axis=1))
-    if moved.size:
-        raise ValueError(f"slots {moved.tolist()} do not own their own pages in order")
-    if not isinstance(kv, RingKV):
-        cache.check_integrity(kv)

@@ -24,7 +24,6 @@ class Tables(NamedTuple):
     page_table: Any  # [S, M]
     num_owned: Any  # [S]
     length: Any  # [S]
-    registered: Any  # [S] bool
     free_pages: Any  # [P]
     num_free: Any  # [1]
     out_of_pages: Any  # [S] bool
@@ -121,11 +120,11 @@ def append_each(
         """Serves one slot. `carry`: the numbers of free pages and of earlier rows."""
         num_free, num_rows = carry
         end, count, length = up_to[slot], counts[slot], tables.length[slot]
-        owned, registered = tables.num_owned[slot], tables.registered[slot]
-        lacks, refused = tables.out_of_pages[slot], tables.refused[slot]
+        owned, refused = tables.num_owned[slot], tables.refused[slot]
+        lacks = tables.out_of_pages[slot]
         pages.meet()
         start, asked = end - count, count > 0
-        valid = asked & registered & (end >= 0)
+        valid = asked & (end >= 0)
         wanted = pages.covering(jnp.where(valid, end, 0))
         missing = jnp.maximum(wanted - owned, 0)
         fits = (missing <= num_free) & (wanted <= M)
@@ -138,7 +137,7 @@ def append_each(
             tables.num_owned[slot] = owned
         active = jnp.where(lacks, 0, count)
         new_len, extends = start + active, active > 0
-        grows = registered & (new_len >= length) & (new_len <= owned * pages.size)
+        grows = (new_len >= length) & (new_len <= owned * pages.size)
         refused |= asked & ~(valid & (start == length)) | (extends & ~grows)
         tables.length[slot] = jnp.where(extends & grows, new_len, length)
         tables.out_of_pages[slot], tables.refused[slot] = lacks, refused
@@ -170,9 +169,9 @@ def truncate_each(tables: Tables, new_lens, asked, pages: Pages) -> None:
         """Cuts one slot; returns the number of free pages, the slot's included."""
         new_len, is_asked = new_lens[slot], asked[slot]
         length, owned = tables.length[slot], tables.num_owned[slot]
-        registered, refused = tables.registered[slot], tables.refused[slot]
+        refused = tables.refused[slot]
         pages.meet()
-        valid = is_asked & registered & (new_len >= 0) & (new_len <= length)
+        valid = is_asked & (new_len >= 0) & (new_len <= length)
         tables.length[slot] = jnp.where(valid, new_len, length)
         tables.refused[slot] = refused | (is_asked & ~valid)
         if pages.change_hands:

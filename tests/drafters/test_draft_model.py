@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from decoding import MIXED, PROMPT, SMALL, Ask
-from slow_cases import slow
 
 from spec_jax import testing
 from spec_jax.drafters import draft_model, draft_trees, draw, each, tree_shapes
@@ -96,21 +95,6 @@ def propose(slots, memory, tokens, gamma, *, length=LENGTHS):
 
 def kv_of(memory, slot):
     return decoding.held(memory, int(memory.length[slot]), slot=slot)
-
-
-@pytest.mark.parametrize("tree", [None, slow("3-2")])
-def test_loops_end_in_a_slot_that_was_never_opened(tree):
-    """Fails by never ending if a loop waits for a row that the cache refuses."""
-    slots, memory, tokens = begin(
-        as_drafter().for_tree(tree_shapes.parse(tree)) if tree else as_drafter()
-    )
-    kv = memory.kv if tree else memory
-    kv = kv.replace(registered=kv.registered.at[1].set(False))
-    memory = memory.replace(kv=kv) if tree else kv
-    after, proposal = propose(slots, memory, tokens, [3] * 4, length=LENGTHS + 6)
-    assert proposal.num_drafted.tolist() == [3, 0, 3, 3]
-    kv = after.kv if tree else after
-    assert kv.refused.tolist() == [False, True, False, False]
 
 
 def test_a_slot_that_is_asked_for_nothing_is_not_touched():

@@ -13,7 +13,7 @@ import tiny_pair
 from slow_cases import slow
 
 import spec_jax as sj
-from spec_jax import inputs, run as run_lib, testing
+from spec_jax import run as run_lib, testing
 from spec_jax.engine import processing, round as round_lib
 from spec_jax.processors import grammar, processor as processor_lib
 
@@ -105,7 +105,7 @@ def _step(speculator, state, fault):
 
 def in_vain(lm, settings, *, fault=0, rounds=4):
     """Counts the drafts that the processor forbids in some rounds, and all drafts."""
-    run = run_lib.Run.make(lm, inputs.encode(lm, PROMPTS)[0], **settings)
+    run = run_lib.Run.make(lm, PROMPTS, **settings)
     state, counts = run.scheduler.begin(*run.requests), []
     for _ in range(rounds):
         before = state.processing

@@ -11,6 +11,7 @@ import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
+import page_tables
 import planting
 import pytest
 from slow_cases import slow
@@ -64,7 +65,7 @@ class Scene:
             kv = allocator.reserve(kv, 0, start + num_active)
             kv, outputs = self.model.forward_rows(params, given, kv)
             kv = allocator.extend(kv, 0, start + num_active)
-            kv, logits = allocator.truncate(kv, 0, kept), outputs.logits
+            kv, logits = page_tables.truncate(kv, 0, kept), outputs.logits
             return kv, logits, self.model.choose(logits, num_active)
 
         return functools.partial(jax.jit(step), self.params)
@@ -97,15 +98,6 @@ def poisoned(kv: paged.PagedKV) -> paged.PagedKV:
     return kv.replace(k=tuple(map(poison, kv.k)), v=tuple(map(poison, kv.v)))
 
 
-def shuffled(kv: paged.PagedKV, rng) -> paged.PagedKV:
-    """Returns the cache with its free pages in random order."""
-    if not kv.has_shared_pool:
-        return kv
-    order = rng.permutation(int(kv.num_free)).astype(np.int32)
-    stack = kv.free_pages.at[: len(order)].set(kv.free_pages[: len(order)][order])
-    return kv.replace(free_pages=stack)
-
-
 def walk(scene, together, rng, *, num_steps=8) -> int:
     """Raises unless each slot equals, after every step, the same slot run alone.
 
@@ -115,7 +107,7 @@ def walk(scene, together, rng, *, num_steps=8) -> int:
       The most active rows of a step.
     """
     num_slots = scene.num_slots
-    kv = shuffled(scene.slots.new_cache(**SIZES), rng)
+    kv = page_tables.shuffled(scene.slots.new_cache(**SIZES), rng)
     own = [scene.model.new_cache(**SIZES) for _ in range(num_slots)]
     most = 0
     for number in range(num_steps):
@@ -187,11 +179,23 @@ def _append(**changes):
     return wrap
 
 
+def _first_again(real):
+    """Plants an `over_tiles` that runs the first tile in the place of each."""
+
+    def over_tiles(forward, kv, rows, *more, tile):
+        again = lambda x: jnp.tile(x[:tile], len(x) // tile)
+        names = "tokens", "slots", "positions"
+        rows = rows.replace(**{name: again(getattr(rows, name)) for name in names})
+        return real(forward, kv, rows, *more, tile=tile)
+
+    return over_tiles
+
+
 FAULTS = (
     (windows, "_append", _append(positions=lambda x: x + 1)),
     (windows, "_append", _append(slots=lambda x: (x + 1) % 4)),
     (windows, "_append", _append(at=lambda x: jnp.roll(x, 1, axis=0))),
-    (windows, "_tile_of", lambda real: lambda rows, _, height: real(rows, 0, height)),
+    (windows, "over_tiles", _first_again),
 )
 """Rows with the next position, a neighbour's slot or rows, or the first tile again."""
 

@@ -12,6 +12,7 @@ import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
+import page_tables
 import pytest
 from slow_cases import slow
 
@@ -65,7 +66,7 @@ def make_params(config: config_lib.ModelConfig) -> params_lib.Params:
 
 
 def make_cache(config, *, page_size=16, table_width=20) -> cache.PagedKV:
-    """Makes two open slots in a pool full of NaN, the free pages in random order. It
+    """Makes two slots in a pool full of NaN, the free pages in random order. It
     has one shape unless a test is about the shape: `forward` is compiled once."""
     num_pages = 2 * table_width + 7
     kv = cache.init(
@@ -74,13 +75,8 @@ def make_cache(config, *, page_size=16, table_width=20) -> cache.PagedKV:
         num_kv_heads=config.num_kv_heads, head_dim=config.head_dim,
     )  # fmt: skip
     poison = functools.partial(jnp.full_like, fill_value=jnp.nan)
-    order = np.random.default_rng(0).permutation(num_pages)
-    kv = kv.replace(
-        k=tuple(map(poison, kv.k)),
-        v=tuple(map(poison, kv.v)),
-        free_pages=jnp.asarray(order, jnp.int32),
-    )
-    return allocator.register(allocator.register(kv, 0), 1)
+    kv = kv.replace(k=tuple(map(poison, kv.k)), v=tuple(map(poison, kv.v)))
+    return page_tables.shuffled(kv, np.random.default_rng(0))
 
 
 def text(slot: int = 0, length: int = PREFIX + WINDOW) -> np.ndarray:

@@ -114,15 +114,13 @@ KERNELS = (
 )  # fmt: skip
 
 PAGES = (
-    Mutant("truncation to nothing gives up the first page", "paging.allocator:_kept",
+    Mutant("truncation to nothing gives up the first page",
+           "paging.allocator:truncate_each",
            "jnp.maximum(index.pages_for(new_len, kv.page_size), least)",
            "index.pages_for(new_len, kv.page_size)", _WALK),
     Mutant("a slot that is out of pages keeps half of what it asked for",
-           "paging.allocator:reserve", "jnp.where(valid & fits, missing, 0)",
-           "jnp.where(valid, jnp.minimum(missing, kv.num_free), 0)", _WALK),
-    Mutant("a page held twice makes up for a lost one", "paging.cache:check_integrity",
-           "held != list(range(P))", "len(held) != P", "paging/test_cache.py::"
-           "test_broken_tables_are_reported[a free page that is owned]"),
+           "paging.allocator:_reserve", "jnp.where(fits, missing[slot], 0)",
+           "jnp.minimum(missing[slot], num_free)", _WALK),
     Mutant("a position below zero is on the last page", "ops.page_write:locate",
            "wrap_negative_indices=False", "wrap_negative_indices=True",
            "paging/test_cache.py::test_outside_the_table_is_nowhere[0--1]"),

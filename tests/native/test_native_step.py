@@ -9,6 +9,7 @@ import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
+import page_tables
 import pytest
 from slow_cases import slow
 
@@ -16,7 +17,6 @@ from spec_jax import testing
 from spec_jax.engine import protocols, round as round_lib, rows as rows_lib
 from spec_jax.model import decoder, params as params_lib, qwen3, row_model
 from spec_jax.native import steps
-from spec_jax.paging import allocator
 
 
 SLAB = 9
@@ -231,7 +231,7 @@ def test_drafts_are_those_of_single_steps(dtype):
     testing.assert_same_bits(committed(kv), committed(expected_kv))
     assert not np.asarray(kv.refused).any()
     # Negative control: another start gives other drafts.
-    late = allocator.truncate(filled(target, params), 0, jnp.int32(2))
+    late = page_tables.truncate(filled(target, params), 0, jnp.int32(2))
     other = chains(target, params, late, COUNTS)[1]
     assert other[0].tolist() != drafts[0].tolist()
 

@@ -11,6 +11,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import page_tables
 
 from spec_jax import testing
 from spec_jax.paging import allocator, cache, static
@@ -45,21 +46,23 @@ def share(kv, slot, source, length):
     return allocator.share(kv, source, slot, length)
 
 
-SINGLE = ("register", "reserve", "extend", "truncate", "release")
-FUNCTIONS = {name: getattr(allocator, name) for name in SINGLE}
-FUNCTIONS |= {"append": append, "share": share}
-COMPILED = {name: jax.jit(function) for name, function in FUNCTIONS.items()}
+truncate = page_tables.truncate
+FUNCTIONS = (allocator.reserve, allocator.extend, truncate, append, share)
+COMPILED = {function.__name__: jax.jit(function) for function in FUNCTIONS}
 
 
 class Model:
     """The expected state of the cache: each slot's token bytes and page names."""
 
     def __init__(self, *, num_pages: int, least: int):
-        """Makes an empty model; an open slot keeps at least `least` pages."""
+        """Makes an empty model; a slot keeps at least `least` pages, and has one."""
         self.num_pages, self.least = num_pages, least
-        self.tokens: dict[int, list[np.ndarray]] = {}  # [L, 2, K, H] per token
-        self.pages: dict[int, list[int]] = {}
         self.names = itertools.count()
+        # [L, 2, K, H] per token
+        self.tokens: dict[int, list[np.ndarray]] = {slot: [] for slot in range(SLOTS)}
+        self.pages: dict[int, list[int]] = {slot: [] for slot in range(SLOTS)}
+        for slot in range(SLOTS):
+            self._take(slot, max(least, 1))
         self.out_of_pages: set[int] = set()
 
     @property
@@ -74,15 +77,6 @@ class Model:
 
     def _is_shared(self, slot, page) -> bool:
         return any(page in held for n, held in self.pages.items() if n != slot)
-
-    def register(self, slot):
-        if slot not in range(SLOTS) or slot in self.tokens:
-            return "refused"
-        if self._is_out_of_pages(slot, self.num_free < 1):
-            return "out_of_pages"
-        self.tokens[slot], self.pages[slot] = [], []
-        self._take(slot, max(self.least, 1))
-        return "done"
 
     def reserve(self, slot, up_to):
         if slot not in self.tokens or up_to < 0:
@@ -111,12 +105,6 @@ class Model:
                 return "refused"
         del self.tokens[slot][new_len:]
         del self.pages[slot][max(-(-new_len // PAGE_SIZE), self.least) :]
-        return "done"
-
-    def release(self, slot):
-        if slot not in self.tokens:
-            return "refused"
-        del self.tokens[slot], self.pages[slot]
         return "done"
 
     def share(self, slot, source, length):
@@ -152,8 +140,7 @@ class Walk:
         self.is_paged, shares = kind != "static", kind == "shared"
         if self.is_paged:
             kv = cache.init(num_pages=PAGES, shares=shares, **SIZES)
-            order = np.random.default_rng(0).permutation(PAGES).astype(np.int32)
-            kv = kv.replace(free_pages=order)
+            kv = page_tables.shuffled(kv, np.random.default_rng(0))
             self.model = Model(num_pages=PAGES, least=int(not shares))
         else:  # A slot has all its pages for good.
             kv = static.init(**SIZES)
@@ -183,20 +170,14 @@ class Walk:
         self.kv = after = jax.tree.map(np.asarray, after)
         outcome = getattr(self.model, name)(slot, *numbers, *rows)
 
-        (cache if self.is_paged else static).check_integrity(after)
-        if rows and outcome == "refused" and not self.is_paged:
-            # A closed static slot keeps its pages: bytes written there mean nothing.
-            is_own = np.arange(SLOTS * WIDTH) // WIDTH == slot
-            kept = lambda old, new: np.where(is_own[:, None, None, None], old, new)
-            pools = {x: map(kept, getattr(before, x), getattr(after, x)) for x in "kv"}
-            self.kv = after = after.replace(k=tuple(pools["k"]), v=tuple(pools["v"]))
+        page_tables.check_integrity(after)
         assert self._tables() == self._expected_tables(slot, outcome)
         if outcome != "done":
             flags = {"refused": before.refused, "out_of_pages": before.out_of_pages}
             testing.assert_same_bits(after.replace(**flags), before, what=name)
         is_copied = name == "share" and outcome == "done"
         self._check_pool(before, slot, numbers if is_copied else None)
-        if name in ("truncate", "release", "share"):
+        if name in ("truncate", "share"):
             self._poison()
         # The flag `refused` stays until it is cleared: the next step starts anew.
         self.kv = self.kv.replace(refused=before.refused)
@@ -204,7 +185,7 @@ class Walk:
 
     def _tables(self):
         kv = self.kv
-        tables = kv.length, kv.registered, kv.refused, kv.out_of_pages
+        tables = kv.length, kv.refused, kv.out_of_pages
         pages = (kv.num_owned.tolist(), int(kv.num_free)) if self.is_paged else ()
         return *(table.tolist() for table in tables), *pages
 
@@ -213,7 +194,6 @@ class Walk:
         is_refused = outcome == "refused"
         return (
             [len(model.tokens.get(each, ())) for each in slots],
-            [each in model.tokens for each in slots],
             [is_refused and (each == slot or slot not in slots) for each in slots],
             [each in model.out_of_pages for each in slots],
             *([[model.owned(n) for n in slots], model.num_free] * self.is_paged),

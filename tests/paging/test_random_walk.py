@@ -23,8 +23,6 @@ REQUESTS = {
     "declare": (2, lambda n: (n % 6 - 1,)),
     "truncate": (3, lambda n: (n - 2,)),
     "reserve": (2, lambda n: (n - 1 if n < 23 else 2**31 - 1,)),
-    "register": (1, lambda n: ()),
-    "release": (1, lambda n: ()),
     "share": (2, lambda n: (n % (SLOTS + 1), n)),
     "fork": (5, lambda n: (n % SLOTS, n // 2)),
 }
@@ -33,7 +31,6 @@ REQUESTS = {
 
 def walk_of(rng, kind):
     """Yields the requests of a walk, mostly valid; some slots do not exist."""
-    yield from (("register", slot) for slot in range(SLOTS))
     names = [name for name, (often, _) in REQUESTS.items() for _ in range(often)]
     if kind != "shared":
         names = [name for name in names if name not in ("share", "fork")]
@@ -44,8 +41,8 @@ def walk_of(rng, kind):
             yield "truncate", slot, 0
         yield name, slot, *REQUESTS[name][1](int(rng.integers(24)))
     if kind == "shared":
-        yield from ((name, n) for name in ("release", "register") for n in range(SLOTS))
-        yield from [("append", 0, ROWS), ("append", 0, ROWS), ("truncate", 2, 0)]
+        yield from (("truncate", slot, 0) for slot in range(SLOTS))
+        yield from [("append", 0, ROWS), ("append", 0, ROWS)]
         yield from [("reserve", 0, CAPACITY), ("reserve", 1, CAPACITY - PAGE_SIZE)]
         # No page is free for a copy, which full pages do not need.
         yield from [("share", 2, 0, 6), ("share", 2, 0, 8)]
@@ -90,7 +87,7 @@ def shared_page(tables, slot, count, *, real=allocator._take):
     return table, owned, jnp.where(count > 0, tables[2], stack), back
 
 
-def clears_the_first_page(kv, slot, new_len, *, real=allocator.truncate):
+def clears_the_first_page(kv, slot, new_len, *, real=paged_walk.truncate):
     kv = real(kv, slot, new_len)
     return kv.replace(k=tuple(k.at[slot * WIDTH].set(0) for k in kv.k))
 
@@ -107,7 +104,7 @@ FAULTS = {
     "last page not copied":
         ("shared", "share", cache, "copy_page", lambda kv, source, target: kv),
     "bytes cleared":
-        ("static", "truncate", allocator, "truncate", clears_the_first_page),
+        ("static", "truncate", paged_walk, "truncate", clears_the_first_page),
 }  # fmt: skip
 
 
@@ -117,7 +114,7 @@ def test_planted_faults_are_caught(fault, monkeypatch):
     kind, name, owner, attribute, spoilt = FAULTS[fault]
     with monkeypatch.context() as patch:
         patch.setattr(owner, attribute, spoilt)
-        function = getattr(allocator if name == "truncate" else paged_walk, name)
+        function = getattr(paged_walk, name)
         planted = jax.jit(lambda *args: function(*args))
         kv = paged_walk.Walk({}, kind).kv
         planted = planted.lower(kv, *ARGUMENTS[name]).compile()

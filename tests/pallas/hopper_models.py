@@ -16,7 +16,6 @@ from spec_jax.engine import (
     round as round_lib,
     rows,
     scheduler,
-    target as target_lib,
     verification,
 )
 from spec_jax.gamma import schedule
@@ -100,7 +99,7 @@ def drawing(rows: int) -> hopper.Program:
 
 def distribution(rows: int, *, impl: str) -> hopper.Program:
     """Builds the probabilities of a slab of rows, and sums of what is left of them."""
-    sums = target_lib.sums_of(model("qwen3-0.6b", impl=impl))
+    sums = _slots("qwen3-0.6b", impl=impl).sums
 
     def fn(logits, settings):
         probs = sums.distribution(logits, settings)

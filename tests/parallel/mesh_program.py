@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import random_weights
+import recorded_runs
 import tiny_pair
 
 import spec_jax as sj
-from spec_jax import lossless, testing, tree
+from spec_jax import testing, tree
 from spec_jax.debug import recorder
 from spec_jax.model import (
     decoder,
@@ -179,9 +180,9 @@ def generations(folders, drafter: str, **how) -> tuple[list, int]:
     settings = {"max_tokens": 10, "stop": ()}
     both = [sj.Sampling(temperature=0.0), sj.Sampling(temperature=0.7, seed=3)]
     found = [
-        lossless.evidence_of(lm, PROMPTS, sampling=both, gamma=0, **settings),
-        lossless.evidence_of(lm, PROMPTS, sampling=both, **settings),
-        lossless.evidence_of(tree, PROMPTS[:1], **settings),
+        recorded_runs.evidence_of(lm, PROMPTS, sampling=both, gamma=0, **settings),
+        recorded_runs.evidence_of(lm, PROMPTS, sampling=both, **settings),
+        recorded_runs.evidence_of(tree, PROMPTS[:1], **settings),
     ]
     drafts = [one.decisions.drafted for run in found[1:] for one in run]
     hashes = [one.hashes() for run in found for one in run]

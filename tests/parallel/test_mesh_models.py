@@ -81,8 +81,8 @@ def test_what_a_mesh_refuses(words):
 BEGIN = """
 import json, pathlib, re, sys
 import jax
+import recorded_runs
 import spec_jax as sj
-from spec_jax import lossless
 from spec_jax.model import load
 from spec_jax.parallel import shard
 
@@ -110,7 +110,10 @@ def outputs(program: str, *arguments: object) -> list[str]:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-c", BEGIN + program, *map(str, arguments), address]
-    env = os.environ | {"PYTHONPATH": str(TESTS.parent), "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {
+        "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
+        "JAX_PLATFORMS": "cpu",
+    }
     started = [
         subprocess.Popen([*command, number], env=env, stdout=subprocess.PIPE, text=True)
         for number in ("0", "1", "alone")
@@ -147,7 +150,7 @@ prompts, drawn = ["import os", "def f(x):"], sj.Sampling(temperature=0.7, seed=1
 runs = [(lm, prompts[:1], {"gamma": 0}), (lm, prompts, {"sampling": drawn})]
 runs.append((lm.with_tree("2x2:2"), prompts[:1], {}))
 for model, texts, how in runs:
-    found = lossless.evidence_of(model, texts, max_tokens=4, stop=(), **how)
+    found = recorded_runs.evidence_of(model, texts, max_tokens=4, stop=(), **how)
     print(json.dumps([one.hashes() for one in found]))
 """
 

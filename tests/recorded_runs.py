@@ -1,0 +1,17 @@
+"""The evidence of generations alone, without decoding to compare them with."""
+
+from spec_jax import lossless, run as run_lib
+from spec_jax.debug import evidence
+
+
+def evidence_of(lm, prompts, **settings) -> list[evidence.Evidence]:
+    """Generates prompts together, a slot each, and returns the evidence of each; takes
+    the settings of `check_lossless`, but any rule."""
+    run = run_lib.Run.make(lm, prompts, num_slots=len(prompts), **settings)
+    state = lossless._generate(run, range(len(prompts)))
+    if lm.target.layout is not None:  # Other processes hold parts of it.
+        state = lm.target.layout.gather(state)
+    return [
+        evidence.of_slot(state, num_prompt=len(one.prompt), slot=slot)
+        for slot, one in enumerate(run.requests)
+    ]
