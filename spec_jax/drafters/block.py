@@ -237,9 +237,9 @@ class SlotBlock(features_lib.SlotReader):
                 hidden[:, : used.stop],
                 logits[:, used],
                 counts=wanted,
-                draws=draw.native(self.vocab_size),
+                draws=draw.native(),
             )
-            probs = self._probs(params, log_weights, wanted)
+            probs = draw.given(log_weights, wanted)
         else:
             tokens, confidence, probs = self._go_over(
                 params, anchor, hidden, logits, draw
@@ -264,7 +264,7 @@ class SlotBlock(features_lib.SlotReader):
           their distributions, None unless draws are independent.
         """
         head, count = self._head, self.gamma_max
-        widen = draw_lib.widened(params.hot, self.vocab_size)
+        widen = draw_lib.widened(draw.hot, self.vocab_size)
         correct, state = self._begin_head(params, anchor, hidden)
 
         def step(carry, slot):
@@ -361,8 +361,6 @@ class SlotBlock(features_lib.SlotReader):
             states.at[:, :1].set(new),
             tree=tree,
             wanted=wanted,
-            vocab_size=self.vocab_size,
-            hot=params.hot,
         )
         return proposal
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import compilation, pytree
-from spec_jax.drafters import draw, slots
+from spec_jax.drafters import draw as draw_lib, slots
 from spec_jax.engine import (
     held as held_lib,
     processing as processing_lib,
@@ -30,7 +30,6 @@ from spec_jax.engine import (
 from spec_jax.gamma import confidence
 from spec_jax.model import params as params_lib
 from spec_jax.paging import cache as paged
-from spec_jax.rules import sampling as sampling_lib
 
 
 @compilation.one_kernel
@@ -123,7 +122,8 @@ class SlotDraftModel(slots.OfSlots):
         memory = memory.replace(out_of_pages=jnp.zeros_like(memory.out_of_pages))
         goal = goal_of(memory, length, gamma)
         memory = self._catch_up(params, memory, tokens, length, asked=goal > length)
-        if processing is None and self._is_one_call(sampling):
+        draw = draw_lib.Draw.of(self.drafter, sampling, length, processing)
+        if self._is_one_call(draw):
             pending, counts = _pending(memory, length, gamma)
             memory, drafts, num_drafted = self._rows.run_chains(
                 params,
@@ -135,13 +135,11 @@ class SlotDraftModel(slots.OfSlots):
             )
             return memory, protocols.Proposal(tokens=drafts, num_drafted=num_drafted)
         probs = chances = None
+        shape = self.num_slots, gamma_max
         if self.drafter.gives_survival:
-            chances = jnp.ones((self.num_slots, gamma_max), jnp.float32)
-        if self.drafter.draws == "independent":
-            shape = (self.num_slots, gamma_max, self.vocab_size)
-            probs = jnp.zeros(shape, jnp.float32)
-            if sampling is None:
-                sampling = sampling_lib.greedy(self.num_slots)
+            chances = jnp.ones(shape, jnp.float32)
+        if draw.has_probs:
+            probs = jnp.zeros((*shape, self.vocab_size), jnp.float32)
         drafting = _Drafting(
             kv=memory,
             text=jnp.pad(tokens, ((0, 0), (0, gamma_max))),
@@ -155,7 +153,7 @@ class SlotDraftModel(slots.OfSlots):
         drafting = jax.lax.while_loop(
             # The step's kernel computes this, so that it is no extra launch.
             lambda carry: carry.any_left,
-            lambda carry: self._step(params, carry, length, goal, sampling),
+            lambda carry: self._step(params, carry, goal, draw),
             drafting,
         )
         survival = None
@@ -168,21 +166,19 @@ class SlotDraftModel(slots.OfSlots):
             survival=survival,
         )
 
-    def _is_one_call(self, sampling: protocols.Sampling) -> bool:
+    def _is_one_call(self, draw: draw_lib.Draw) -> bool:
         """Returns whether all drafts of a proposal are one call of the model.
 
         The call takes in what `_catch_up` leaves, and drafts the tokens of highest
         logit, as many as are asked for.
         """
         drafter = self.drafter
-        is_greedy = drafter.draws != "independent" and (
-            sampling is None or drafter.draws == "greedy"
-        )
+        is_greedy = draw.sampling is None and draw.processing is None
         all_wanted = not drafter.min_confidence and drafter.catch_up_rows > 0
         all_wanted &= not drafter.gives_survival  # It needs logits.
         return is_greedy and all_wanted and self._rows.runs_chains
 
-    def _step(self, params, carry, length, goal, sampling) -> _Drafting:
+    def _step(self, params, carry, goal, draw) -> _Drafting:
         """Runs one forward of every slot that wants one.
 
         It catches up by at most a slab of rows; at the end of the text, it drafts.
@@ -214,14 +210,12 @@ class SlotDraftModel(slots.OfSlots):
             confident = confidence.confident(logits, threshold=threshold)
             goes_on &= ~drafts | confident
             drafts &= confident
-        token, probs = self._draw(
-            verified, last, logits, drafts, carry, length, sampling
-        )
+        token, probs = self._draw(verified, last, logits, drafts, carry, draw)
         chances = carry.chances
         if chances is not None:
             # Computed from the distribution: no schedule may look at the token drawn.
             chance = confidence.highest(logits)
-            offset = jnp.where(drafts, carry.known - length, self.gamma_max)
+            offset = jnp.where(drafts, carry.known - draw.length, self.gamma_max)
             chances = chances.at[is_each, offset].set(chance, mode="drop")
         # One pass, in place: a scatter is three operations of XLA's, and on a GPU as
         # many launches for each token.
@@ -242,34 +236,26 @@ class SlotDraftModel(slots.OfSlots):
             processing=processing,
         )
 
-    def _draw(self, verified, last, logits, drafts, carry, length, sampling):
+    def _draw(self, verified, last, logits, drafts, carry, draw):
         """Returns the token that follows each slot's last row, of these logits, and
         `carry.probs` with what it was drawn from."""
-        draws = self.drafter.draws
-        if draws != "independent":
+        if not draw.has_probs:
             highest = self._rows.choose(verified.logits, verified.num_active)
             token = highest.at[last].get(mode="fill", fill_value=0)
-            if draws == "greedy" or sampling is None:
+            if draw.sampling is None:
                 return token, carry.probs
-        if draws == "coupled":
-            samples = drafts & (sampling.temperature != 0)
+            samples = drafts & (draw.sampling.temperature != 0)
             drawn = target_lib.draw_of(self._rows)(
-                logits, sampling, positions=carry.known, draws=samples
+                logits, draw.sampling, positions=carry.known, draws=samples
             )
             return jnp.where(samples, drawn, token), carry.probs
 
-        offset = carry.known - length
-        own = draw.Draw(
-            sampling=sampling,
-            length=length,
-            impl=self.drafter.model.impl,
-            has_probs=True,
-        )
+        offset = carry.known - draw.length
         rows, is_each = logits[:, None], jnp.arange(self.num_slots, dtype=jnp.int32)
-        weights = own.weights(rows, columns=offset[:, None])[:, 0]
+        weights = draw.weights(rows, columns=offset[:, None])[:, 0]
         token = self._rows.choose(weights, jnp.int32(self.num_slots))
         at = jnp.where(drafts, offset, self.gamma_max)
-        probs = own.distributions(rows)[:, 0]
+        probs = draw.distributions(rows)[:, 0]
         return token, carry.probs.at[is_each, at].set(probs, mode="drop")
 
     def _catch_up(self, params, memory, text, length, *, asked) -> paged.PagedKV:

@@ -151,7 +151,6 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
             memory,
             tree=tree,
             wanted=jnp.where(asked, gamma, 0),
-            vocab_size=self.vocab_size,
         )
 
     def _root(self, params, memory, text, length, asked):

@@ -129,15 +129,14 @@ class SlotEagle3(peagle.PairReader):
             pending=jnp.where(drafts, end - starts, 0),
             counts=counts,
             most=self.gamma_max,
-            draws=draw.native(self.vocab_size),
+            draws=draw.native(),
         )
         kv = allocator.extend_each(kv, end, asked=drafts)
         kv = allocator.truncate_each(kv, end, asked=drafts)
         memory = memory.replace(kv=kv, ring=ring.replace(first=kv.length))
+        probs = draw.given(log_weights, counts)
         return memory, protocols.Proposal(
-            tokens=found,
-            num_drafted=counts,
-            probs=self._probs(params, log_weights, counts),
+            tokens=found, num_drafted=counts, probs=probs
         )
 
     def _grow(self, params, memory, root, *, wanted, draw):
@@ -177,8 +176,6 @@ class SlotEagle3(peagle.PairReader):
             (memory.kv, hidden),
             tree=tree,
             wanted=wanted,
-            vocab_size=self.vocab_size,
-            hot=params.hot,
         )
         if is_chain:
             # Without room the chain ends where the last row was run.

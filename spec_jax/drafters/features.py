@@ -421,7 +421,9 @@ class SlotReader(slots_lib.OfSlots):
             params,
             memory.replace(kv=kv),
             tokens,
-            draw_lib.Draw.of(self.drafter, sampling, length, processing),
+            draw_lib.Draw.of(
+                self.drafter, sampling, length, processing, hot=params.hot
+            ),
             gamma=gamma,
             asked=asked,
             is_full=is_whole & overflows(ring, most=self._rows_most),
@@ -446,20 +448,3 @@ class SlotReader(slots_lib.OfSlots):
             find room.
         """
         raise NotImplementedError
-
-    def _probs(
-        self,
-        params: Any,
-        log_weights: Float[Array, "B W Vd"] | None,
-        counts: Int[Array, " B"],
-    ) -> Float[Array, "B W V"] | None:
-        """Returns the distributions that a native call drew drafts from, as
-        `sampling.distribution` gives them; None without log weights."""
-        if log_weights is None:
-            return None
-        rows = draw_lib.widened(params.hot, self.vocab_size)(log_weights)
-        # Row by row: the bits of one depend on no other.
-        flat = jax.lax.map(jax.nn.softmax, rows.reshape(-1, self.vocab_size))
-        columns = jnp.arange(rows.shape[1], dtype=jnp.int32)
-        is_drafted = columns[None] < counts[:, None]
-        return jnp.where(is_drafted[..., None], flat.reshape(rows.shape), 0.0)
