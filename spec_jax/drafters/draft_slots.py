@@ -16,19 +16,17 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from spec_jax import compilation, pytree
 from spec_jax.drafters import draw as draw_lib, slots
 from spec_jax.engine import (
-    held as held_lib,
     processing as processing_lib,
     protocols,
     rows as rows_lib,
     target as target_lib,
 )
 from spec_jax.gamma import confidence
-from spec_jax.model import params as params_lib
 from spec_jax.paging import cache as paged
 
 
@@ -94,15 +92,7 @@ class SlotDraftModel(slots.OfSlots):
         """Allocates an empty cache; takes and raises as `SlotRows.new_cache`."""
         return slots.new_cache(self._rows, **sizes)
 
-    def prefill(
-        self,
-        params: params_lib.Params,
-        memory: protocols.Memory,
-        prompt: list[int],
-        *,
-        slot: int,
-        begun: held_lib.Begun | None = None,
-    ) -> protocols.Memory:
+    def prefill(self, params, memory, prompt, *, slot, begun=None):
         """Writes the K/V of the prompt but for its last token. Donates `memory`."""
         length = 0
         if begun is not None:
@@ -114,7 +104,9 @@ class SlotDraftModel(slots.OfSlots):
             return memory
         return self._rows.prefill(params, memory, prompt, slot=slot, begun=length)
 
-    def _propose(self, params, memory, tokens, length, gamma, sampling, processing):
+    def propose(
+        self, params, memory, *, tokens, length, gamma, sampling, processing=None
+    ):
         """Drafts `gamma[b]` tokens; fewer where the cache has no room, or where the
         draft is not confident. None in a slot whose sequence the cache cannot hold."""
         slab, gamma_max = self._slab, self.gamma_max
@@ -275,14 +267,7 @@ class SlotDraftModel(slots.OfSlots):
         )
         return memory
 
-    def commit(
-        self,
-        params: params_lib.Params,
-        memory: protocols.Memory,
-        length: Int[Array, " B"],
-        *,
-        asked: Bool[Array, " B"],
-    ) -> protocols.Memory:
+    def commit(self, params, memory, length, *, asked):
         """Forgets drafts that were not committed."""
         kept = jnp.minimum(memory.length, length - 1)
         return self._rows.truncate(memory, kept, asked=asked)

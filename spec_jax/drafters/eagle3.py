@@ -124,7 +124,7 @@ class SlotEagle3(peagle.PairReader):
             self.drafter.head,
             kv,
             tokens=slots_lib.windows(tokens, starts + 1, size),
-            features=features_lib.read(ring, starts, count=size),
+            features=ring.read(starts, count=size),
             starts=starts,
             pending=jnp.where(drafts, end - starts, 0),
             counts=counts,
@@ -135,9 +135,7 @@ class SlotEagle3(peagle.PairReader):
         kv = allocator.truncate_each(kv, end, asked=drafts)
         memory = memory.replace(kv=kv, ring=ring.replace(first=kv.length))
         probs = draw.given(log_weights, counts)
-        return memory, protocols.Proposal(
-            tokens=found, num_drafted=counts, probs=probs
-        )
+        return memory, protocols.Proposal(tokens=found, num_drafted=counts, probs=probs)
 
     def _grow(self, params, memory, root, *, wanted, draw):
         """Returns the memory with the rows of drafts, and the proposal after `root`:
