@@ -37,8 +37,8 @@ SCHEDULES = (
            _LAW + "test_the_papers_example_is_exact_with_the_stop_alone[rejection]"),
     Mutant("survival is that of the draft before",
            "drafters.draft_slots:SlotDraftModel._step",
-           "carry.known - length, self.gamma_max)",
-           "carry.known - length + 1, self.gamma_max)",
+           "carry.known - draw.length, self.gamma_max)",
+           "carry.known - draw.length + 1, self.gamma_max)",
            "engine/test_policies.py::"
            "test_survival_is_the_product_of_what_was_most_probable"),
     Mutant("all drafts are verified, whatever the schedule says", "engine.round:_draft",
