@@ -146,8 +146,9 @@ class Choice(protocols.Drafter):
 
 
 def looks_up(member: Any) -> bool:
-    """Returns whether a member reads only the text, and may draft in every round."""
-    return isinstance(member, text_tree.TextDrafter)
+    """Returns whether a drafter, or its form for slots, reads only the text: it never
+    has to catch up, and may draft in every round."""
+    return isinstance(getattr(member, "drafter", member), text_tree.TextDrafter)
 
 
 def params_of(
@@ -208,7 +209,7 @@ class SlotChoice(slots_lib.OfSlots):
     @property
     def shares_prompts(self) -> bool:
         """Whether all members but lookups share prompts; lookups take in nothing."""
-        others = (s for s in self.slots if not looks_up(s.drafter))
+        others = (s for s in self.slots if not looks_up(s))
         return all(protocols.complete(slots).shares_prompts for slots in others)
 
     def init(self, **sizes: Any) -> ChoiceMemory:
