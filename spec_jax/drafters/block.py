@@ -171,7 +171,7 @@ class SlotBlock(features_lib.SlotReader):
         )
         asked &= ~kv.out_of_pages
         num_drafted = jnp.where(asked, jnp.minimum(gamma, proposal.num_drafted), 0)
-        kv = self._cut(kv, end, asked)
+        kv = self._rows.truncate(kv, end, asked=asked)
         return kv, proposal.replace(num_drafted=num_drafted)
 
     def _forward(self, params, kv, rows, features):

@@ -23,7 +23,6 @@ from spec_jax.drafters import draw as draw_lib, slots
 from spec_jax.engine import (
     processing as processing_lib,
     protocols,
-    rows as rows_lib,
     target as target_lib,
 )
 from spec_jax.gamma import confidence
@@ -78,10 +77,6 @@ class SlotDraftModel(slots.OfSlots):
     @property
     def _slab(self) -> int:
         return self.drafter.model.slab
-
-    @property
-    def _rows(self) -> rows_lib.SlotRows:
-        return rows_lib.SlotRows(model=self.drafter.model, num_slots=self.num_slots)
 
     @property
     def shares_prompts(self) -> bool:

@@ -100,13 +100,9 @@ class SlotEagle3(peagle.PairReader):
         return self._without_drafts(memory, asked), proposal
 
     def _run_chains(self, params, memory, tokens, asked, goal, gamma, draw):
-        """Returns the memory and the proposal of `propose`.
-
-        Pages are handed out as if all slots took in a round's features at a time, and
-        then drafted token by token.
-        """
+        """Returns the memory and the proposal of `propose`."""
         ring, size = memory.ring, self._rows_most
-        kv, reached = _reserve(memory.kv, ring.first, goal, size=size)
+        kv, reached = _reserve(memory.kv, ring.first, goal)
         drafts = asked & (reached == ring.end)
         # The last pending row drafts; more than a round's rows go before.
         first = jnp.where(ring.end - ring.first > size, ring.end - 1, ring.first)
@@ -117,7 +113,8 @@ class SlotEagle3(peagle.PairReader):
         kv = memory.kv.replace(out_of_pages=kv.out_of_pages)
         starts, end = kv.length, ring.end
         after = end + jnp.minimum(gamma, self.gamma_max) - 1  # The last has no row.
-        kv, reached = _reserve(kv, end, jnp.where(drafts, after, end), size=1)
+        after = jnp.where(drafts, jnp.minimum(after, kv.slot_capacity), end)
+        kv, reached = _reserve(kv, end, after)
         counts = jnp.where(drafts, reached + 1 - end, 0)
         kv, found, log_weights = eagle3.run_chains(
             params,
@@ -184,36 +181,12 @@ class SlotEagle3(peagle.PairReader):
 
 
 def _reserve(
-    kv: cache.PagedKV, start: Int[Array, " B"], goal: Int[Array, " B"], *, size: int
+    kv: cache.PagedKV, start: Int[Array, " B"], goal: Int[Array, " B"]
 ) -> tuple[cache.PagedKV, Int[Array, " B"]]:
-    """Reserves pages for the positions from `start` to `goal` of each slot, as if all
-    slots ran `size` rows at a time: a slot that finds too few pages in a turn stops.
+    """Reserves pages for the positions from `start` to `goal` of each slot.
 
     Returns:
-      The cache, and how far each slot can go.
+      The cache, and how far each slot can go: its own pages, where too few are free.
     """
-    is_none = (start < goal) & ~kv.registered
-    kv = kv.replace(refused=kv.refused | is_none)
-    goal = jnp.where(is_none, start, goal)
-
-    def waits(carry):
-        """Returns which slots lack a page, and the number of the turn that needs it."""
-        kv, stopped = carry
-        room = kv.num_owned * kv.page_size
-        return (start < goal) & (room < goal) & ~stopped, (room - start) // size
-
-    def turn(carry):
-        """Serves the slots that lack a page in the earliest turn."""
-        kv, stopped = carry
-        waiting, number = waits(carry)
-        number = jnp.where(waiting, number, jnp.iinfo(jnp.int32).max)
-        asked = waiting & (number == jnp.min(number))
-        up_to = jnp.minimum(start + (jnp.min(number) + 1) * size, goal)
-        kv = allocator.reserve_each(kv, up_to, asked=asked)
-        return kv, stopped | (asked & kv.out_of_pages)
-
-    kv, stopped = jax.lax.while_loop(
-        lambda carry: jnp.any(waits(carry)[0]), turn, (kv, jnp.zeros(start.shape, bool))
-    )
-    number = (kv.num_owned * kv.page_size - start) // size
-    return kv, jnp.where(stopped, start + number * size, goal)
+    kv = allocator.reserve_each(kv, goal, asked=start < goal)
+    return kv, jnp.clip(kv.num_owned * kv.page_size, start, goal)

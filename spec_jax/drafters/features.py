@@ -24,7 +24,7 @@ from spec_jax.drafters import (
 )
 from spec_jax.engine import protocols, rows as rows_lib, windows
 from spec_jax.model import params as params_lib, row_model
-from spec_jax.paging import allocator, cache as paged
+from spec_jax.paging import cache as paged
 
 
 RING_ROWS = 64
@@ -169,10 +169,6 @@ class SlotReader(slots_lib.OfSlots):
         """Whether the cache has pages that slots can share: a ring has not."""
         return self.drafter.model.cache == "paged" and self._kept is None
 
-    @property
-    def _rows(self) -> rows_lib.SlotRows:
-        return rows_lib.SlotRows(model=self.drafter.model, num_slots=self.num_slots)
-
     def init(self, **sizes: Any) -> ReaderMemory:
         """Allocates an empty cache, as `SlotRows.new_cache`, and empty rings."""
         head = self.drafter.head
@@ -197,14 +193,8 @@ class SlotReader(slots_lib.OfSlots):
 
     def _without_drafts(self, memory: ReaderMemory, asked: jax.Array) -> ReaderMemory:
         """Forgets the rows after those of features, in the slots that are asked."""
-        return memory.replace(kv=self._cut(memory.kv, memory.ring.first, asked))
-
-    def _cut(
-        self, kv: paged.PagedKV, end: jax.Array, asked: jax.Array
-    ) -> paged.PagedKV:
-        """Forgets the rows from `end` on, in the slots that are asked."""
-        impl = self.drafter.model.cache_impl
-        return allocator.truncate_each(kv, end, asked=asked, impl=impl)
+        kv = self._rows.truncate(memory.kv, memory.ring.first, asked=asked)
+        return memory.replace(kv=kv)
 
     def _forward(self, params: Any, kv: paged.PagedKV, rows: Any, features: Any) -> Any:
         """Runs features, and the tokens after their positions; see `windows.run`."""

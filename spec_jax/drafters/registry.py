@@ -325,12 +325,12 @@ def _from_outside(name: str, found: Any, parts: Parts) -> Built:
     if not (isinstance(found, type) or inspect.isroutine(found)):
         return _check(found, name), None
     signature = inspect.signature(found)
-    names = signature.parameters
-    if [*names] == ["parts"]:
+    parameters = signature.parameters
+    if [*parameters] == ["parts"]:
         made = found(parts)
     else:
         known = sorted(field.name for field in dataclasses.fields(parts))
-        given = {key: getattr(parts, key) for key in known if key in names}
+        given = {key: getattr(parts, key) for key in known if key in parameters}
         try:
             signature.bind(**given)
         except TypeError as error:

@@ -36,6 +36,11 @@ class OfSlots:
     taps = protocols.passed_on("taps", of="drafter")
     feature_size = protocols.passed_on("feature_size", of="drafter")
 
+    @property
+    def _rows(self) -> rows_lib.SlotRows:
+        """The rows of a drafter that has a `model`."""
+        return rows_lib.SlotRows(model=self.drafter.model, num_slots=self.num_slots)
+
 
 def new_cache(
     slots: rows_lib.SlotRows,
