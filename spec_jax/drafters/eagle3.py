@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from spec_jax.drafters import (
     draw as draw_lib,
@@ -65,12 +65,7 @@ class Eagle3(features_lib.FeatureDrafter):
 class _Chain(tree_shapes.FixedTree):
     """A tree without branches, that grows no deeper than is asked."""
 
-    def may_grow(
-        self,
-        score: Float[Array, "B C"],
-        frontier: Int[Array, "B K"],
-        wanted: Int[Array, " B"],
-    ) -> Bool[Array, " B"]:
+    def may_grow(self, score, frontier, wanted):
         """Returns where a child of the frontier is wanted: candidate i is draft i."""
         return frontier[:, 0] + 1 < wanted
 

@@ -7,13 +7,12 @@ A drafter's K/V are made of features. Those that it has not taken in yet wait in
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
 from spec_jax.drafters import (
@@ -227,20 +226,11 @@ class SlotReader(slots_lib.OfSlots):
         )
         return kv, at, outputs
 
-    def _take_in(
-        self,
-        params: Any,
-        memory: ReaderMemory,
-        tokens: Int[Array, "B max_len"],
-        read: Callable[[Int[Array, " B"]], Float[Array, "B R width"]],
-        *,
-        goal: Int[Array, " B"],
-        num_rows: int,
-    ) -> tuple[ReaderMemory, Any]:
+    def _take_in(self, params, memory, tokens, read, *, goal, num_rows):
         """Takes in features up to `goal`, as far as there is room; see `slots.take_in`.
 
         Args:
-          read: returns `num_rows` features of each slot from a position on.
+          read: returns features `[B, num_rows, width]` from a position `[B]` on.
         """
         kv, outputs = slots_lib.take_in(
             lambda kv, window: self._run(params, kv, window, read(window.start)),
@@ -254,9 +244,7 @@ class SlotReader(slots_lib.OfSlots):
         ring = memory.ring.replace(first=kv.length)
         return memory.replace(kv=kv, ring=ring), outputs
 
-    def _take_in_ring(
-        self, params, memory, tokens, *, goal
-    ) -> tuple[ReaderMemory, Any]:
+    def _take_in_ring(self, params, memory, tokens, *, goal):
         """Takes in the ring's features up to `goal`, a round's at a time."""
         size = self._rows_most
         read_ring = functools.partial(memory.ring.read, count=size)

@@ -173,7 +173,7 @@ class SuffixDecoding(text_tree.TextDrafter):
             return self._by_kernels(corpus, tokens, length, gamma)
 
         def search() -> Lookup:
-            return self._search(corpus, tokens=tokens, length=length, gamma=gamma)
+            return self._search(corpus, tokens, length, gamma)
 
         found = jax.eval_shape(search)
         return jax.lax.cond(
@@ -205,14 +205,7 @@ class SuffixDecoding(text_tree.TextDrafter):
         )
         return Lookup(proposal=proposal, score=score)
 
-    def _search(
-        self,
-        corpus: Corpus,
-        *,
-        tokens: Int[Array, " max_len"],
-        length: Int[Array, ""],
-        gamma: Int[Array, ""],
-    ) -> Lookup:
+    def _search(self, corpus, tokens, length, gamma) -> Lookup:
         """Returns the result of `look_up` for a `gamma` above 0, by XLA."""
         suffix = suffix_match.suffix_of(tokens, length, self.match_max)
         is_known = jnp.arange(tokens.shape[0], dtype=jnp.int32) < length
