@@ -285,16 +285,12 @@ class SlotBlock(features_lib.SlotReader):
                 processing = processing.step_each(token, jnp.ones(token.shape, bool))
             return (state, token, probs, processing), (token, confidence)
 
-        probs = None
-        if draw.has_probs:
-            shape = self.num_slots, count, self.vocab_size
-            probs = jnp.zeros(shape, jnp.float32)
         used = slice(head.first_slot, head.first_slot + count)
         by_slot = lambda rows: jnp.moveaxis(rows[:, used], 1, 0)
         numbers = jnp.arange(count, dtype=jnp.int32)
         (_, _, probs, _), (tokens, confidence) = jax.lax.scan(
             step,
-            (state, anchor, probs, draw.processing),
+            (state, anchor, draw.no_probs(count), draw.processing),
             (numbers, by_slot(hidden), by_slot(logits)),
         )
         return tokens.T, None if confidence is None else confidence.T, probs

@@ -121,19 +121,16 @@ class SlotDraftModel(slots.OfSlots):
                 most=gamma_max,
             )
             return memory, protocols.Proposal(tokens=drafts, num_drafted=num_drafted)
-        probs = chances = None
-        shape = self.num_slots, gamma_max
+        chances = None
         if self.drafter.gives_survival:
-            chances = jnp.ones(shape, jnp.float32)
-        if draw.has_probs:
-            probs = jnp.zeros((*shape, self.vocab_size), jnp.float32)
+            chances = jnp.ones((self.num_slots, gamma_max), jnp.float32)
         drafting = _Drafting(
             kv=memory,
             text=jnp.pad(tokens, ((0, 0), (0, gamma_max))),
             known=length,
             goes_on=jnp.ones((self.num_slots,), bool),
             any_left=jnp.any(length < goal),
-            probs=probs,
+            probs=draw.no_probs(gamma_max),
             chances=chances,
             processing=processing,
         )

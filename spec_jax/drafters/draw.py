@@ -238,17 +238,12 @@ class Draw(pytree.Node):
         is_drafted = columns[None] < counts[:, None]
         return jnp.where(is_drafted[..., None], flat.reshape(rows.shape), 0.0)
 
-    def begin(
-        self, root: Float[Array, "B 1 V"], tree: tree_shapes.AnyTree
-    ) -> Array | None:
-        """Returns the array that `put` fills, with the root's distribution in it; None
-        where no distributions are kept."""
+    def no_probs(self, num_rows: int) -> Float[Array, "B {num_rows} V"] | None:
+        """Returns zeros, which `put` fills; None where no distributions are kept."""
         if not self.has_probs:
             return None
-        num_slots, _, vocab_size = root.shape
-        # One extra row of zeros, which leaves have as their distribution.
-        shape = num_slots, tree.num_columns + 1, vocab_size
-        return self.put(jnp.zeros(shape, jnp.float32), root, jnp.int32(0))
+        shape = self.length.shape[0], num_rows, self.vocab_size
+        return jnp.zeros(shape, jnp.float32)
 
     def distributions(self, logits: Float[Array, "B K V"]) -> Float[Array, "B K V"]:
         """Returns the distributions that rows are drawn from."""
@@ -316,10 +311,13 @@ def grow(
         found = children(rows, level=level, counts=num_rows)
         return (memory, probs, text), found, has_run
 
+    # One extra row of zeros, which leaves have as their distribution.
+    probs = draw.no_probs(tree.num_columns + 1)
+    probs = draw.put(probs, widen(logits), jnp.int32(0))
     (memory, probs, _), proposal = tree_search.grow(
         expand,
         children(logits, level=jnp.int32(0), counts=jnp.minimum(wanted, 1)),
-        (memory, draw.begin(widen(logits), tree), text),
+        (memory, probs, text),
         tree=tree,
         wanted=wanted,
     )
