@@ -130,15 +130,7 @@ class SuffixDecoding(text_tree.TextDrafter):
                 f"min_probability={self.min_probability} is outside (0, 1]"
             )
 
-    def propose(
-        self,
-        params: Corpus,
-        memory: tuple[()],
-        *,
-        tokens: Int[Array, " max_len"],
-        length: Int[Array, ""],
-        gamma: Int[Array, ""],
-    ) -> tuple[tuple[()], protocols.Proposal]:
+    def propose(self, params, memory, *, tokens, length, gamma):
         """Drafts what `look_up` finds: often fewer than `gamma` tokens, or none."""
         if self.tree is not None:
             proposal = self._tree(self.tree, params, tokens, length, gamma)
