@@ -1,6 +1,6 @@
 """Drafters with a head that reads the target's features, and their slots.
 
-A drafter's K/V are made of features. Those that it has not taken in yet wait in a
+A drafter's K/V are made of features. Until it takes them in they wait in a
 `feature_ring`.
 """
 

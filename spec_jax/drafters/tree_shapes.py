@@ -154,8 +154,8 @@ class Tree:
             )
         *sizes, tau, greedy = found.groups()
         top_k, depth, nodes = map(int, sizes)
-        how = {"tau": float(tau or TAU), "greedy": bool(greedy)}
-        return cls(top_k=top_k, depth=depth, nodes=nodes, **how)
+        made = cls(top_k=top_k, depth=depth, nodes=nodes, greedy=bool(greedy))
+        return dataclasses.replace(made, tau=float(tau)) if tau else made
 
     def __str__(self) -> str:
         how = f"/{GREEDY}" if self.greedy else ""
