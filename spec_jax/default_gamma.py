@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.drafters import choice, text_tree
+from spec_jax.drafters import choice
 from spec_jax.engine import (
     protocols,
     requests as requests_lib,
@@ -49,7 +49,7 @@ def policy_for(
     return make(
         costs.upto(lm.gamma_max if is_tree else min(lm.gamma_max, costs.gamma_max)),
         is_tree=is_tree,
-        looks_up=_looks_up(lm.drafter),
+        looks_up=choice.looks_up(lm.drafter),
         chooses=isinstance(lm.drafter, choice.Choice),
     )
 
@@ -142,11 +142,6 @@ def _with_params(
     return dataclasses.replace(scheduler, speculator=speculator)
 
 
-def _looks_up(drafter: protocols.Drafter | protocols.SlotDrafter) -> bool:
-    """Returns whether a drafter reads only the text, and so never has to catch up."""
-    return isinstance(getattr(drafter, "drafter", drafter), text_tree.TextDrafter)
-
-
 def _with(
     scheduler: scheduler_lib.Scheduler, made: budget.Budget, first: budget.BudgetState
 ) -> scheduler_lib.Scheduler:
@@ -171,7 +166,7 @@ def measure(
     rounds = _Rounds(scheduler, requests)
     sizes = sorted({2**n - 1 for n in range(rounds.gamma_max.bit_length())})
     sizes = sorted({*sizes, rounds.gamma_max})
-    catches_up = not _looks_up(scheduler.drafter)
+    catches_up = not choice.looks_up(scheduler.drafter)
     rounds.run(0, 0)  # Compiles.
     found: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}
     calls, late = [], []

@@ -9,64 +9,39 @@ import spec_jax
 
 
 _NAMES = {
-    "BlockDrafter": "spec_jax.drafters.block",
-    "Choice": "spec_jax.drafters.choice",
-    "DraftModel": "spec_jax.drafters.draft_model",
-    "Eagle3": "spec_jax.drafters.eagle3",
-    "FixedTree": "spec_jax.drafters.tree_shapes",
-    "Hybrid": "spec_jax.drafters.hybrid",
-    "NGram": "spec_jax.drafters.ngram",
-    "Oracle": "spec_jax.drafters.oracle",
-    "PromptLookup": "spec_jax.drafters.ngram",
-    "SuffixDecoding": "spec_jax.drafters.suffix",
-    "Tree": "spec_jax.drafters.tree_shapes",
+    "block": ["BlockDrafter"],
+    "choice": ["Choice"],
+    "draft_model": ["DraftModel"],
+    "eagle3": ["Eagle3"],
+    "hybrid": ["Hybrid"],
+    "ngram": ["NGram", "PromptLookup"],
+    "oracle": ["Oracle"],
+    "registry": [],
+    "suffix": ["SuffixDecoding"],
+    "tree_shapes": ["FixedTree", "Tree"],
 }
-
-__all__ = [
-    "BlockDrafter",
-    "Choice",
-    "DraftModel",
-    "Eagle3",
-    "FixedTree",
-    "Hybrid",
-    "NGram",
-    "Oracle",
-    "PromptLookup",
-    "SuffixDecoding",
-    "Tree",
-    "block",
-    "choice",
-    "draft_model",
-    "eagle3",
-    "hybrid",
-    "ngram",
-    "oracle",
-    "registry",
-    "suffix",
-    "tree_shapes",
-]
 
 if TYPE_CHECKING:
     from spec_jax.drafters import (
-        block,
-        choice,
-        draft_model,
-        eagle3,
-        hybrid,
-        ngram,
-        oracle,
-        registry,
-        suffix,
-        tree_shapes,
+        block as block,
+        choice as choice,
+        draft_model as draft_model,
+        eagle3 as eagle3,
+        hybrid as hybrid,
+        ngram as ngram,
+        oracle as oracle,
+        registry as registry,
+        suffix as suffix,
+        tree_shapes as tree_shapes,
     )
-    from spec_jax.drafters.block import BlockDrafter
-    from spec_jax.drafters.choice import Choice
-    from spec_jax.drafters.draft_model import DraftModel
-    from spec_jax.drafters.eagle3 import Eagle3
-    from spec_jax.drafters.hybrid import Hybrid
-    from spec_jax.drafters.ngram import NGram, PromptLookup
-    from spec_jax.drafters.oracle import Oracle
-    from spec_jax.drafters.suffix import SuffixDecoding
-    from spec_jax.drafters.tree_shapes import FixedTree, Tree
+    from spec_jax.drafters.block import BlockDrafter as BlockDrafter
+    from spec_jax.drafters.choice import Choice as Choice
+    from spec_jax.drafters.draft_model import DraftModel as DraftModel
+    from spec_jax.drafters.eagle3 import Eagle3 as Eagle3
+    from spec_jax.drafters.hybrid import Hybrid as Hybrid
+    from spec_jax.drafters.ngram import NGram as NGram, PromptLookup as PromptLookup
+    from spec_jax.drafters.oracle import Oracle as Oracle
+    from spec_jax.drafters.suffix import SuffixDecoding as SuffixDecoding
+    from spec_jax.drafters.tree_shapes import FixedTree as FixedTree, Tree as Tree
 
-__getattr__, __dir__ = spec_jax.exports(__name__, _NAMES, __all__)
+__getattr__, __dir__, __all__ = spec_jax.exports(__name__, _NAMES, _NAMES)

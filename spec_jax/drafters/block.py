@@ -171,7 +171,7 @@ class SlotBlock(features_lib.SlotReader):
         )
         asked &= ~kv.out_of_pages
         num_drafted = jnp.where(asked, jnp.minimum(gamma, proposal.num_drafted), 0)
-        kv = self._cut(kv, end, asked)
+        kv = self._rows.truncate(kv, end, asked=asked)
         return kv, proposal.replace(num_drafted=num_drafted)
 
     def _forward(self, params, kv, rows, features):
@@ -237,9 +237,9 @@ class SlotBlock(features_lib.SlotReader):
                 hidden[:, : used.stop],
                 logits[:, used],
                 counts=wanted,
-                draws=draw.native(self.vocab_size),
+                draws=draw.native(),
             )
-            probs = self._probs(params, log_weights, wanted)
+            probs = draw.given(log_weights, wanted)
         else:
             tokens, confidence, probs = self._go_over(
                 params, anchor, hidden, logits, draw
@@ -264,7 +264,7 @@ class SlotBlock(features_lib.SlotReader):
           their distributions, None unless draws are independent.
         """
         head, count = self._head, self.gamma_max
-        widen = draw_lib.widened(params.hot, self.vocab_size)
+        widen = draw_lib.widened(draw.hot, self.vocab_size)
         correct, state = self._begin_head(params, anchor, hidden)
 
         def step(carry, slot):
@@ -285,16 +285,12 @@ class SlotBlock(features_lib.SlotReader):
                 processing = processing.step_each(token, jnp.ones(token.shape, bool))
             return (state, token, probs, processing), (token, confidence)
 
-        probs = None
-        if draw.has_probs:
-            shape = self.num_slots, count, self.vocab_size
-            probs = jnp.zeros(shape, jnp.float32)
         used = slice(head.first_slot, head.first_slot + count)
         by_slot = lambda rows: jnp.moveaxis(rows[:, used], 1, 0)
         numbers = jnp.arange(count, dtype=jnp.int32)
         (_, _, probs, _), (tokens, confidence) = jax.lax.scan(
             step,
-            (state, anchor, probs, draw.processing),
+            (state, anchor, draw.no_probs(count), draw.processing),
             (numbers, by_slot(hidden), by_slot(logits)),
         )
         return tokens.T, None if confidence is None else confidence.T, probs
@@ -361,8 +357,6 @@ class SlotBlock(features_lib.SlotReader):
             states.at[:, :1].set(new),
             tree=tree,
             wanted=wanted,
-            vocab_size=self.vocab_size,
-            hot=params.hot,
         )
         return proposal
 

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from spec_jax import pytree
 from spec_jax.drafters import each, knowledge, slots as slots_lib, text_tree
@@ -146,8 +146,9 @@ class Choice(protocols.Drafter):
 
 
 def looks_up(member: Any) -> bool:
-    """Returns whether a member reads only the text, and may draft in every round."""
-    return isinstance(member, text_tree.TextDrafter)
+    """Returns whether a drafter, or its form for slots, reads only the text: it never
+    has to catch up, and may draft in every round."""
+    return isinstance(getattr(member, "drafter", member), text_tree.TextDrafter)
 
 
 def params_of(
@@ -208,7 +209,7 @@ class SlotChoice(slots_lib.OfSlots):
     @property
     def shares_prompts(self) -> bool:
         """Whether all members but lookups share prompts; lookups take in nothing."""
-        others = (s for s in self.slots if not looks_up(s.drafter))
+        others = (s for s in self.slots if not looks_up(s))
         return all(protocols.complete(slots).shares_prompts for slots in others)
 
     def init(self, **sizes: Any) -> ChoiceMemory:
@@ -219,15 +220,7 @@ class SlotChoice(slots_lib.OfSlots):
         )
         return ChoiceMemory(members=members, known=nothing)
 
-    def prefill(
-        self,
-        params: ChoiceParams,
-        memory: ChoiceMemory,
-        prompt: list[int],
-        *,
-        slot: int,
-        **handed: Any,
-    ) -> ChoiceMemory:
+    def prefill(self, params, memory, prompt, *, slot, **handed):
         """Takes in a prompt, and keeps what earlier texts taught. Donates `memory`."""
         members = tuple(
             slots.prefill(own, held, prompt, slot=slot, **_for(slots, handed))
@@ -240,7 +233,9 @@ class SlotChoice(slots_lib.OfSlots):
         worth = np.float32(self.drafter.text_weight)
         return knowledge.renewed(known, np.int32(slot), worth)
 
-    def _propose(self, params, memory, tokens, length, gamma, sampling, processing):
+    def propose(
+        self, params, memory, *, tokens, length, gamma, sampling, processing=None
+    ):
         """Drafts what the chosen member drafts, slot by slot."""
         known = knowledge.learn(memory.known, tokens, length, decay=self.drafter.decay)
         handed = {"tokens": tokens, "length": length, "sampling": sampling}
@@ -281,15 +276,7 @@ class SlotChoice(slots_lib.OfSlots):
         )
         return ChoiceMemory(members=held, known=known), proposal
 
-    def commit(
-        self,
-        params: ChoiceParams,
-        memory: ChoiceMemory,
-        length: Int[Array, " B"],
-        *,
-        asked: Bool[Array, " B"],
-        **features: Array,
-    ) -> ChoiceMemory:
+    def commit(self, params, memory, length, *, asked, **features):
         """Commits in every member, whichever of them drafted."""
         members = tuple(
             slots.commit(own, held, length, asked=asked, **_for(slots, features))

@@ -16,20 +16,16 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from spec_jax import compilation, pytree
-from spec_jax.drafters import draw, slots
+from spec_jax.drafters import draw as draw_lib, slots
 from spec_jax.engine import (
-    held as held_lib,
     processing as processing_lib,
     protocols,
-    rows as rows_lib,
 )
 from spec_jax.gamma import confidence
-from spec_jax.model import params as params_lib
 from spec_jax.paging import cache as paged
-from spec_jax.rules import sampling as sampling_lib
 
 
 @compilation.one_kernel
@@ -82,10 +78,6 @@ class SlotDraftModel(slots.OfSlots):
         return self.drafter.model.slab
 
     @property
-    def _rows(self) -> rows_lib.SlotRows:
-        return rows_lib.SlotRows(model=self.drafter.model, num_slots=self.num_slots)
-
-    @property
     def shares_prompts(self) -> bool:
         """Whether the cache has pages that slots can share."""
         return self.drafter.model.cache == "paged"
@@ -94,15 +86,7 @@ class SlotDraftModel(slots.OfSlots):
         """Allocates an empty cache; takes and raises as `SlotRows.new_cache`."""
         return slots.new_cache(self._rows, **sizes)
 
-    def prefill(
-        self,
-        params: params_lib.Params,
-        memory: protocols.Memory,
-        prompt: list[int],
-        *,
-        slot: int,
-        begun: held_lib.Begun | None = None,
-    ) -> protocols.Memory:
+    def prefill(self, params, memory, prompt, *, slot, begun=None):
         """Writes the K/V of the prompt but for its last token. Donates `memory`."""
         length = 0
         if begun is not None:
@@ -114,7 +98,9 @@ class SlotDraftModel(slots.OfSlots):
             return memory
         return self._rows.prefill(params, memory, prompt, slot=slot, begun=length)
 
-    def _propose(self, params, memory, tokens, length, gamma, sampling, processing):
+    def propose(
+        self, params, memory, *, tokens, length, gamma, sampling, processing=None
+    ):
         """Drafts `gamma[b]` tokens; fewer where the cache has no room, or where the
         draft is not confident. None in a slot whose sequence the cache cannot hold."""
         slab, gamma_max = self._slab, self.gamma_max
@@ -122,7 +108,8 @@ class SlotDraftModel(slots.OfSlots):
         memory = memory.replace(out_of_pages=jnp.zeros_like(memory.out_of_pages))
         goal = goal_of(memory, length, gamma)
         memory = self._catch_up(params, memory, tokens, length, asked=goal > length)
-        if processing is None and self._is_one_call(sampling):
+        draw = draw_lib.Draw.of(self.drafter, sampling, length, processing)
+        if self._is_one_call(draw):
             pending, counts = _pending(memory, length, gamma)
             memory, drafts, num_drafted = self._rows.run_chains(
                 params,
@@ -133,28 +120,23 @@ class SlotDraftModel(slots.OfSlots):
                 most=gamma_max,
             )
             return memory, protocols.Proposal(tokens=drafts, num_drafted=num_drafted)
-        probs = chances = None
+        chances = None
         if self.drafter.gives_survival:
             chances = jnp.ones((self.num_slots, gamma_max), jnp.float32)
-        if self.drafter.draws == "independent":
-            shape = (self.num_slots, gamma_max, self.vocab_size)
-            probs = jnp.zeros(shape, jnp.float32)
-            if sampling is None:
-                sampling = sampling_lib.greedy(self.num_slots)
         drafting = _Drafting(
             kv=memory,
             text=jnp.pad(tokens, ((0, 0), (0, gamma_max))),
             known=length,
             goes_on=jnp.ones((self.num_slots,), bool),
             any_left=jnp.any(length < goal),
-            probs=probs,
+            probs=draw.no_probs(gamma_max),
             chances=chances,
             processing=processing,
         )
         drafting = jax.lax.while_loop(
             # The step's kernel computes this, so that it is no extra launch.
             lambda carry: carry.any_left,
-            lambda carry: self._step(params, carry, length, goal, sampling),
+            lambda carry: self._step(params, carry, goal, draw),
             drafting,
         )
         survival = None
@@ -167,21 +149,19 @@ class SlotDraftModel(slots.OfSlots):
             survival=survival,
         )
 
-    def _is_one_call(self, sampling: protocols.Sampling) -> bool:
+    def _is_one_call(self, draw: draw_lib.Draw) -> bool:
         """Returns whether all drafts of a proposal are one call of the model.
 
         The call takes in what `_catch_up` leaves, and drafts the tokens of highest
         logit, as many as are asked for.
         """
         drafter = self.drafter
-        is_greedy = drafter.draws != "independent" and (
-            sampling is None or drafter.draws == "greedy"
-        )
+        is_greedy = draw.sampling is None and draw.processing is None
         all_wanted = not drafter.min_confidence and drafter.catch_up_rows > 0
         all_wanted &= not drafter.gives_survival  # It needs logits.
         return is_greedy and all_wanted and self._rows.runs_chains
 
-    def _step(self, params, carry, length, goal, sampling) -> _Drafting:
+    def _step(self, params, carry, goal, draw) -> _Drafting:
         """Runs one forward of every slot that wants one.
 
         It catches up by at most a slab of rows; at the end of the text, it drafts.
@@ -213,14 +193,12 @@ class SlotDraftModel(slots.OfSlots):
             confident = confidence.confident(logits, threshold=threshold)
             goes_on &= ~drafts | confident
             drafts &= confident
-        token, probs = self._draw(
-            verified, last, logits, drafts, carry, length, sampling
-        )
+        token, probs = self._draw(verified, last, logits, drafts, carry, draw)
         chances = carry.chances
         if chances is not None:
             # Computed from the distribution: no schedule may look at the token drawn.
             chance = confidence.highest(logits)
-            offset = jnp.where(drafts, carry.known - length, self.gamma_max)
+            offset = jnp.where(drafts, carry.known - draw.length, self.gamma_max)
             chances = chances.at[is_each, offset].set(chance, mode="drop")
         # One pass, in place: a scatter is three operations of XLA's, and on a GPU as
         # many launches for each token.
@@ -241,34 +219,26 @@ class SlotDraftModel(slots.OfSlots):
             processing=processing,
         )
 
-    def _draw(self, verified, last, logits, drafts, carry, length, sampling):
+    def _draw(self, verified, last, logits, drafts, carry, draw):
         """Returns the token that follows each slot's last row, of these logits, and
         `carry.probs` with what it was drawn from."""
-        draws = self.drafter.draws
-        if draws != "independent":
+        if not draw.has_probs:
             highest = self._rows.choose(verified.logits, verified.num_active)
             token = highest.at[last].get(mode="fill", fill_value=0)
-            if draws == "greedy" or sampling is None:
+            if draw.sampling is None:
                 return token, carry.probs
-        if draws == "coupled":
-            samples = drafts & (sampling.temperature != 0)
+            samples = drafts & (draw.sampling.temperature != 0)
             drawn = self._rows.draw(
-                logits, sampling, positions=carry.known, draws=samples
+                logits, draw.sampling, positions=carry.known, draws=samples
             )
             return jnp.where(samples, drawn, token), carry.probs
 
-        offset = carry.known - length
-        own = draw.Draw(
-            sampling=sampling,
-            length=length,
-            impl=self.drafter.model.impl,
-            has_probs=True,
-        )
+        offset = carry.known - draw.length
         rows, is_each = logits[:, None], jnp.arange(self.num_slots, dtype=jnp.int32)
-        weights = own.weights(rows, columns=offset[:, None])[:, 0]
+        weights = draw.weights(rows, columns=offset[:, None])[:, 0]
         token = self._rows.choose(weights, jnp.int32(self.num_slots))
         at = jnp.where(drafts, offset, self.gamma_max)
-        probs = own.distributions(rows)[:, 0]
+        probs = draw.distributions(rows)[:, 0]
         return token, carry.probs.at[is_each, at].set(probs, mode="drop")
 
     def _catch_up(self, params, memory, text, length, *, asked) -> paged.PagedKV:
@@ -288,14 +258,7 @@ class SlotDraftModel(slots.OfSlots):
         )
         return memory
 
-    def commit(
-        self,
-        params: params_lib.Params,
-        memory: protocols.Memory,
-        length: Int[Array, " B"],
-        *,
-        asked: Bool[Array, " B"],
-    ) -> protocols.Memory:
+    def commit(self, params, memory, length, *, asked):
         """Forgets drafts that were not committed."""
         kept = jnp.minimum(memory.length, length - 1)
         return self._rows.truncate(memory, kept, asked=asked)

@@ -10,11 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
 from spec_jax.drafters import draft_slots, draw, slots, tree_shapes
-from spec_jax.engine import (
-    held as held_lib,
-    protocols,
-)
-from spec_jax.model import params as params_lib
+from spec_jax.engine import protocols
 from spec_jax.paging import cache as paged
 
 
@@ -58,15 +54,7 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
             is_run=jnp.zeros(shape, bool),
         )
 
-    def prefill(
-        self,
-        params: params_lib.Params,
-        memory: Memory,
-        prompt: list[int],
-        *,
-        slot: int,
-        begun: held_lib.Begun | None = None,
-    ) -> Memory:
+    def prefill(self, params, memory, prompt, *, slot, begun=None):
         """Writes the K/V of the prompt but for its last token. Donates `memory`."""
         if bool(memory.is_run.any()):
             memory = self._forget(memory)
@@ -98,14 +86,7 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
         new_len = jnp.minimum(start + 1 + num_kept, length - 1)
         return self._rows.truncate(kv, new_len, asked=jnp.any(is_run, axis=1))
 
-    def commit(
-        self,
-        params: params_lib.Params,
-        memory: Memory,
-        length: Int[Array, " B"],
-        *,
-        asked: Bool[Array, " B"],
-    ) -> Memory:
+    def commit(self, params, memory, length, *, asked):
         """Forgets what was not committed; the next `propose` does so for a tree."""
         goes_on = jnp.any(memory.is_run, axis=1) & (length > memory.start + 1)
         held = memory.kv.length
@@ -115,7 +96,9 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
             is_run=memory.is_run & (goes_on | ~asked)[:, None],
         )
 
-    def _propose(self, params, memory, tokens, length, gamma, sampling, processing):
+    def propose(
+        self, params, memory, *, tokens, length, gamma, sampling, processing=None
+    ):
         """Drafts trees of up to `gamma[b]` nodes; less deep where room is short."""
         tree = self._tree
         kv = self._keep_committed(memory, tokens, length)
@@ -151,7 +134,6 @@ class SlotDraftTree(draft_slots.SlotDraftModel):
             memory,
             tree=tree,
             wanted=jnp.where(asked, gamma, 0),
-            vocab_size=self.vocab_size,
         )
 
     def _root(self, params, memory, text, length, asked):

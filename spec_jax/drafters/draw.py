@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from spec_jax import pytree
 from spec_jax.drafters import tree_search, tree_shapes
@@ -19,28 +19,6 @@ from spec_jax.engine import processing as processing_lib, protocols
 from spec_jax.native import children as children_lib, draws as draws_lib
 from spec_jax.ops import draw as draw_op
 from spec_jax.rules import sampling as sampling_lib
-
-
-def _own_noise(
-    seeds: UInt32[Array, " R"],
-    positions: Int[Array, " R"],
-    offsets: Int[Array, " R"],
-    *,
-    vocab_size: int,
-) -> Float32[Array, "R {vocab_size}"]:
-    """Returns the noise of independent drafts, which is keyed by the first position of
-    a round and an offset into it."""
-
-    def one(seed, position, offset):
-        return sampling_lib.noise(
-            seed,
-            position,
-            vocab_size=vocab_size,
-            stream=sampling_lib.Stream.DRAFT,
-            offset=offset,
-        )
-
-    return jax.vmap(one)(seeds, positions, offsets)
 
 
 def widened(
@@ -72,11 +50,15 @@ class Draw(pytree.Node):
       has_probs: whether children are drawn with noise of the round's own, another for
         each node, rather than with that of the target's draw for their position.
       processing: of the target's logits, and so of a drafter's; None: no processor.
+      hot: the target's token of each of the drafter's own; None: the same.
+      vocab_size: of the target.
     """
 
     sampling: protocols.Sampling
     length: jax.Array  # [B] int32
     processing: processing_lib.Processing | None = None
+    hot: jax.Array | None = None  # [Vd] int32
+    vocab_size: int = pytree.static()
     impl: str = pytree.static()
     has_probs: bool = pytree.static()
 
@@ -87,19 +69,20 @@ class Draw(pytree.Node):
         sampling: protocols.Sampling,
         length: Int[Array, " B"],
         processing: processing_lib.Processing | None = None,
+        *,
+        hot: Int[Array, " Vd"] | None = None,
     ) -> "Draw":
         """Returns the `Draw` for a drafter's `draws`; see `DraftModel`."""
-        draws, impl = drafter.draws, drafter.model.impl
-        if draws == "independent" and sampling is None:
+        has_probs = drafter.draws == "independent"
+        if has_probs and sampling is None:
             sampling = sampling_lib.greedy(length.shape[0])
-        if draws == "greedy":
-            sampling = None
-        has_probs = draws == "independent"
         return cls(
-            sampling=sampling,
+            sampling=None if drafter.draws == "greedy" else sampling,
             length=length,
             processing=processing,
-            impl=impl,
+            hot=hot,
+            vocab_size=drafter.vocab_size,
+            impl=drafter.model.impl,
             has_probs=has_probs,
         )
 
@@ -149,9 +132,13 @@ class Draw(pytree.Node):
         rows, each, lengths = self._flat(logits)
         draws = each.temperature != 0
         if self.has_probs:
+            noise = functools.partial(
+                sampling_lib.noise,
+                vocab_size=rows.shape[1],
+                stream=sampling_lib.Stream.DRAFT,
+            )
             noisy = draw_op.log_weights(rows, each, impl=self.impl)
-            offsets, V = columns.reshape(-1), rows.shape[1]
-            noisy += _own_noise(each.seed, lengths, offsets, vocab_size=V)
+            noisy += jax.vmap(noise)(each.seed, lengths, offset=columns.reshape(-1))
         else:
             noisy = draw_op.noisy_weights(
                 rows, each, positions=lengths + level, draws=draws, impl=self.impl
@@ -175,26 +162,22 @@ class Draw(pytree.Node):
         level: jax.Array,
         counts: Int[Array, " B"],
         tree: tree_shapes.AnyTree,
-        vocab_size: int,
-        hot: Int[Array, " Vd"] | None = None,
     ) -> tree_search.Children:
         """Returns the best children of a level's rows.
 
         Args:
           level: of the rows; that of the root is 0.
           counts: rows of each slot that count, the first ones.
-          vocab_size: of the target.
-          hot: the target's token of each of the drafter's own; None: the same.
         """
+        is_native, width, hot = self.impl == "native", tree.width, self.hot
+        # By the target's tokens: XLA's noise is.
+        is_wide = not is_native and self.sampling is not None
+        is_wide |= tree.replaces or (hot is not None and tree.top_k > hot.size)
+        if is_wide:
+            logits, hot = widened(hot, self.vocab_size)(logits), None
         if tree.replaces:
-            logits = widened(hot, vocab_size)(logits)
             return self._with_replacement(logits, level, tree)
-        is_native, width = self.impl == "native", tree.width
-        if hot is not None and tree.top_k > hot.size:
-            logits, hot = widened(hot, vocab_size)(logits), None
         if not is_native:
-            if hot is not None and self.sampling is not None:  # By the target's tokens.
-                logits, hot = widened(hot, vocab_size)(logits), None
             weights = self.weights(logits, level=level, width=width)
             log_softmax = jax.nn.log_softmax
             if draw_op.has_kernels(self.impl):
@@ -211,7 +194,7 @@ class Draw(pytree.Node):
             most=tree.top_k,
             tau=tree.tau,
             names=hot,
-            draws=self.native(vocab_size),
+            draws=self.native(),
         )
 
     def _with_replacement(self, logits, level, tree) -> tree_search.Children:
@@ -230,28 +213,37 @@ class Draw(pytree.Node):
         shape = num_slots, count, tree.top_k
         return jnp.zeros(shape, jnp.float32), tokens.reshape(shape)
 
-    def native(self, vocab_size: int) -> draws_lib.Draws | None:
+    def native(self) -> draws_lib.Draws | None:
         """Returns how a native call draws; None: by the logits alone."""
         if self.sampling is None:
             return None
         return draws_lib.Draws(
             settings=self.sampling,
             positions=self.length,
-            vocab_size=vocab_size,
+            vocab_size=self.vocab_size,
             independent=self.has_probs,
         )
 
-    def begin(
-        self, root: Float[Array, "B 1 V"], tree: tree_shapes.AnyTree
-    ) -> Array | None:
-        """Returns the array that `put` fills, with the root's distribution in it; None
-        where no distributions are kept."""
+    def given(
+        self, log_weights: Float[Array, "B W Vd"] | None, counts: Int[Array, " B"]
+    ) -> Float[Array, "B W V"] | None:
+        """Returns the distributions that a native call drew `counts[b]` drafts from, as
+        `sampling.distribution` gives them; None without log weights."""
+        if log_weights is None:
+            return None
+        rows = widened(self.hot, self.vocab_size)(log_weights)
+        # Row by row: the bits of one depend on no other.
+        flat = jax.lax.map(jax.nn.softmax, rows.reshape(-1, self.vocab_size))
+        columns = jnp.arange(rows.shape[1], dtype=jnp.int32)
+        is_drafted = columns[None] < counts[:, None]
+        return jnp.where(is_drafted[..., None], flat.reshape(rows.shape), 0.0)
+
+    def no_probs(self, num_rows: int) -> Float[Array, "B {num_rows} V"] | None:
+        """Returns zeros, which `put` fills; None where no distributions are kept."""
         if not self.has_probs:
             return None
-        num_slots, _, vocab_size = root.shape
-        # One extra row of zeros, which leaves have as their distribution.
-        shape = num_slots, tree.num_columns + 1, vocab_size
-        return self.put(jnp.zeros(shape, jnp.float32), root, jnp.int32(0))
+        shape = self.length.shape[0], num_rows, self.vocab_size
+        return jnp.zeros(shape, jnp.float32)
 
     def distributions(self, logits: Float[Array, "B K V"]) -> Float[Array, "B K V"]:
         """Returns the distributions that rows are drawn from."""
@@ -290,27 +282,22 @@ def grow(
     *,
     tree: tree_shapes.AnyTree,
     wanted: Int[Array, " B"],
-    vocab_size: int,
-    hot: Int[Array, " Vd"] | None = None,
 ) -> tuple[Any, protocols.Proposal]:
     """Returns the memory, and the tree of at most `wanted` nodes after each text.
 
     Args:
       root: logits after the pending token.
       wanted: nodes; 0: the slot sits out.
-      vocab_size, hot: as in `Draw.children`.
     """
-    widen = widened(hot, vocab_size)
+    widen = widened(draw.hot, draw.vocab_size)
     logits, text, along = root[:, None], None, None
     if draw.processing is not None:
         along = functools.partial(
-            draw.processing.along, names=hot, vocab_size=vocab_size
+            draw.processing.along, names=draw.hot, vocab_size=draw.vocab_size
         )
         text = jnp.zeros((root.shape[0], tree.num_columns), jnp.int32)
         logits = along(logits, text, text, jnp.int32(0))
-    children = functools.partial(
-        draw.children, tree=tree, vocab_size=vocab_size, hot=hot
-    )
+    children = functools.partial(draw.children, tree=tree)
 
     def expand(carry, tokens, parents, first, num_rows):
         """Runs the rows of a level, and finds their children."""
@@ -324,10 +311,13 @@ def grow(
         found = children(rows, level=level, counts=num_rows)
         return (memory, probs, text), found, has_run
 
+    # One extra row of zeros, which leaves have as their distribution.
+    probs = draw.no_probs(tree.num_columns + 1)
+    probs = draw.put(probs, widen(logits), jnp.int32(0))
     (memory, probs, _), proposal = tree_search.grow(
         expand,
         children(logits, level=jnp.int32(0), counts=jnp.minimum(wanted, 1)),
-        (memory, draw.begin(widen(logits), tree), text),
+        (memory, probs, text),
         tree=tree,
         wanted=wanted,
     )

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
 from spec_jax.drafters import slots as slots_lib
@@ -80,24 +79,15 @@ class Each(slots_lib.OfSlots):
             )
         return EachMemory(fresh=fresh, slots=_stacked(fresh, self.num_slots))
 
-    def prefill(
-        self,
-        params: protocols.Params,
-        memory: EachMemory,
-        prompt: list[int],
-        *,
-        slot: int,
-        **features: Array,
-    ) -> EachMemory:
+    def prefill(self, params, memory, prompt, *, slot, **features):
         """Takes a prompt into a fresh memory, and puts that into the slot."""
         # A copy: the drafter may donate what it is given.
         fresh = jax.tree.map(jnp.copy, memory.fresh)
         one = self.drafter.prefill(params, fresh, prompt, **features)
         return memory.replace(slots=_put(memory.slots, one, np.int32(slot)))
 
-    def _propose(self, params, memory, tokens, length, gamma, sampling, processing):
+    def propose(self, params, memory, *, tokens, length, gamma, sampling):
         """Returns what the drafter proposes for each sequence."""
-        del processing
         draws = protocols.complete(self.drafter).reads_sampling
 
         def one(memory, tokens, length, gamma, sampling):
@@ -111,15 +101,7 @@ class Each(slots_lib.OfSlots):
         )
         return memory.replace(slots=slots), proposal
 
-    def commit(
-        self,
-        params: protocols.Params,
-        memory: EachMemory,
-        length: Int[Array, " B"],
-        *,
-        asked: Bool[Array, " B"],
-        **features: Array,
-    ) -> EachMemory:
+    def commit(self, params, memory, length, *, asked, **features):
         """Commits in the slots that are asked; the others stay as they are."""
 
         def one(memory, length, asked, features):

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from spec_jax.drafters import (
     draw as draw_lib,
@@ -65,12 +65,7 @@ class Eagle3(features_lib.FeatureDrafter):
 class _Chain(tree_shapes.FixedTree):
     """A tree without branches, that grows no deeper than is asked."""
 
-    def may_grow(
-        self,
-        score: Float[Array, "B C"],
-        frontier: Int[Array, "B K"],
-        wanted: Int[Array, " B"],
-    ) -> Bool[Array, " B"]:
+    def may_grow(self, score, frontier, wanted):
         """Returns where a child of the frontier is wanted: candidate i is draft i."""
         return frontier[:, 0] + 1 < wanted
 
@@ -100,13 +95,9 @@ class SlotEagle3(peagle.PairReader):
         return self._without_drafts(memory, asked), proposal
 
     def _run_chains(self, params, memory, tokens, asked, goal, gamma, draw):
-        """Returns the memory and the proposal of `propose`.
-
-        Pages are handed out as if all slots took in a round's features at a time, and
-        then drafted token by token.
-        """
+        """Returns the memory and the proposal of `propose`."""
         ring, size = memory.ring, self._rows_most
-        kv, reached = _reserve(memory.kv, ring.first, goal, size=size)
+        kv, reached = _reserve(memory.kv, ring.first, goal)
         drafts = asked & (reached == ring.end)
         # The last pending row drafts; more than a round's rows go before.
         first = jnp.where(ring.end - ring.first > size, ring.end - 1, ring.first)
@@ -117,28 +108,26 @@ class SlotEagle3(peagle.PairReader):
         kv = memory.kv.replace(out_of_pages=kv.out_of_pages)
         starts, end = kv.length, ring.end
         after = end + jnp.minimum(gamma, self.gamma_max) - 1  # The last has no row.
-        kv, reached = _reserve(kv, end, jnp.where(drafts, after, end), size=1)
+        after = jnp.where(drafts, jnp.minimum(after, kv.slot_capacity), end)
+        kv, reached = _reserve(kv, end, after)
         counts = jnp.where(drafts, reached + 1 - end, 0)
         kv, found, log_weights = eagle3.run_chains(
             params,
             self.drafter.head,
             kv,
             tokens=slots_lib.windows(tokens, starts + 1, size),
-            features=features_lib.read(ring, starts, count=size),
+            features=ring.read(starts, count=size),
             starts=starts,
             pending=jnp.where(drafts, end - starts, 0),
             counts=counts,
             most=self.gamma_max,
-            draws=draw.native(self.vocab_size),
+            draws=draw.native(),
         )
         kv = allocator.extend_each(kv, end, asked=drafts)
         kv = allocator.truncate_each(kv, end, asked=drafts)
         memory = memory.replace(kv=kv, ring=ring.replace(first=kv.length))
-        return memory, protocols.Proposal(
-            tokens=found,
-            num_drafted=counts,
-            probs=self._probs(params, log_weights, counts),
-        )
+        probs = draw.given(log_weights, counts)
+        return memory, protocols.Proposal(tokens=found, num_drafted=counts, probs=probs)
 
     def _grow(self, params, memory, root, *, wanted, draw):
         """Returns the memory with the rows of drafts, and the proposal after `root`:
@@ -177,8 +166,6 @@ class SlotEagle3(peagle.PairReader):
             (memory.kv, hidden),
             tree=tree,
             wanted=wanted,
-            vocab_size=self.vocab_size,
-            hot=params.hot,
         )
         if is_chain:
             # Without room the chain ends where the last row was run.
@@ -189,33 +176,12 @@ class SlotEagle3(peagle.PairReader):
 
 
 def _reserve(
-    kv: cache.PagedKV, start: Int[Array, " B"], goal: Int[Array, " B"], *, size: int
+    kv: cache.PagedKV, start: Int[Array, " B"], goal: Int[Array, " B"]
 ) -> tuple[cache.PagedKV, Int[Array, " B"]]:
-    """Reserves pages for the positions from `start` to `goal` of each slot, as if all
-    slots ran `size` rows at a time: a slot that finds too few pages in a turn stops.
+    """Reserves pages for the positions from `start` to `goal` of each slot.
 
     Returns:
-      The cache, and how far each slot can go.
+      The cache, and how far each slot can go: its own pages, where too few are free.
     """
-
-    def waits(carry):
-        """Returns which slots lack a page, and the number of the turn that needs it."""
-        kv, stopped = carry
-        room = kv.num_owned * kv.page_size
-        return (start < goal) & (room < goal) & ~stopped, (room - start) // size
-
-    def turn(carry):
-        """Serves the slots that lack a page in the earliest turn."""
-        kv, stopped = carry
-        waiting, number = waits(carry)
-        number = jnp.where(waiting, number, jnp.iinfo(jnp.int32).max)
-        asked = waiting & (number == jnp.min(number))
-        up_to = jnp.minimum(start + (jnp.min(number) + 1) * size, goal)
-        kv = allocator.reserve_each(kv, up_to, asked=asked)
-        return kv, stopped | (asked & kv.out_of_pages)
-
-    kv, stopped = jax.lax.while_loop(
-        lambda carry: jnp.any(waits(carry)[0]), turn, (kv, jnp.zeros(start.shape, bool))
-    )
-    number = (kv.num_owned * kv.page_size - start) // size
-    return kv, jnp.where(stopped, start + number * size, goal)
+    kv = allocator.reserve_each(kv, goal, asked=start < goal)
+    return kv, jnp.clip(kv.num_owned * kv.page_size, start, goal)

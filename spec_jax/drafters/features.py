@@ -1,108 +1,33 @@
-"""The target's features that a drafter has not taken in yet, for every slot.
+"""Drafters with a head that reads the target's features, and their slots.
 
-For a slot with committed tokens `x[0, n)`:
-
-    drafter K/V   [0, m)       made of features that were taken in
-    ring          [m, n - 1)   of committed rows, in order; position p at place p % F
-
-A commit adds a few rows, at the cost of a copy; a proposal takes all of them in. A slot
-that drafts nothing waits until the ring would overflow.
+A drafter's K/V are made of features. Until it takes them in they wait in a
+`feature_ring`.
 """
 
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import draft_model, draw as draw_lib, slots as slots_lib
-from spec_jax.engine import (
-    held as held_lib,
-    protocols,
-    rows as rows_lib,
-    windows,
+from spec_jax.drafters import (
+    draft_model,
+    draw as draw_lib,
+    feature_ring,
+    slots as slots_lib,
 )
+from spec_jax.engine import protocols, rows as rows_lib, windows
 from spec_jax.model import params as params_lib, row_model
-from spec_jax.ops import bits
-from spec_jax.paging import allocator, cache as paged
+from spec_jax.paging import cache as paged
 
 
 RING_ROWS = 64
 """Features that a slot keeps while it drafts nothing, at least."""
-
-
-class FeatureRing(pytree.Node):
-    """Features of positions `[first, end)` of each slot."""
-
-    features: jax.Array  # [B, F, taps * D]
-    first: jax.Array  # [B] int32
-    end: jax.Array  # [B] int32
-
-    @property
-    def size(self) -> int:
-        """Features of a slot that there is room for, `F`."""
-        return self.features.shape[1]
-
-
-def empty(num_slots: int, *, size: int, width: int, dtype: str) -> FeatureRing:
-    """Returns rings of `size` features of `width` values, with nothing in them."""
-    return FeatureRing(
-        features=jnp.zeros((num_slots, size, width), dtype),
-        first=jnp.zeros((num_slots,), jnp.int32),
-        end=jnp.zeros((num_slots,), jnp.int32),
-    )
-
-
-def append(
-    ring: FeatureRing,
-    features: Float[Array, "B A width"],
-    end: Int[Array, " B"],
-    *,
-    asked: Bool[Array, " B"],
-) -> FeatureRing:
-    """Adds the leading features, which are of positions from `ring.end` to `end`.
-
-    There must be room for them, see `overflows`.
-    """
-    num_slots, most = features.shape[:2]
-    end = jnp.where(asked, jnp.clip(end, ring.end, ring.end + most), ring.end)
-    positions = ring.end[:, None] + jnp.arange(most, dtype=jnp.int32)[None]
-    # Other features get a place past the end, and are dropped.
-    at = jnp.where(positions < end[:, None], positions % ring.size, ring.size)
-    slots = jnp.arange(num_slots, dtype=jnp.int32)[:, None]
-    dtype = ring.features.dtype
-    added = bits.to_bits(features.astype(dtype))
-    written = bits.to_bits(ring.features).at[slots, at].set(added, mode="drop")
-    return ring.replace(features=bits.from_bits(written, dtype), end=end)
-
-
-def read(
-    ring: FeatureRing, start: Int[Array, " B"], *, count: int
-) -> Float[Array, "B {count} width"]:
-    """Returns `count` features of each slot from position `start` on."""
-    positions = start[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
-    slots = jnp.arange(start.shape[0], dtype=jnp.int32)[:, None]
-    found = bits.to_bits(ring.features)[slots, positions % ring.size]
-    return bits.from_bits(found, ring.features.dtype)
-
-
-def truncate(
-    ring: FeatureRing, end: Int[Array, " B"], *, asked: Bool[Array, " B"]
-) -> FeatureRing:
-    """Forgets positions from `end` on, in the slots that are asked."""
-    cut = lambda bound: jnp.where(asked, jnp.minimum(bound, end), bound)
-    return ring.replace(first=cut(ring.first), end=cut(ring.end))
-
-
-def overflows(ring: FeatureRing, *, most: int) -> Bool[Array, " B"]:
-    """Returns where there is no room for `most` more features."""
-    return ring.end - ring.first + most > ring.size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,7 +125,7 @@ class ReaderMemory(pytree.Node):
     """A drafter's K/V `[0, m)` of each slot, and the features from `m` on."""
 
     kv: paged.PagedKV
-    ring: FeatureRing
+    ring: feature_ring.FeatureRing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,14 +168,10 @@ class SlotReader(slots_lib.OfSlots):
         """Whether the cache has pages that slots can share: a ring has not."""
         return self.drafter.model.cache == "paged" and self._kept is None
 
-    @property
-    def _rows(self) -> rows_lib.SlotRows:
-        return rows_lib.SlotRows(model=self.drafter.model, num_slots=self.num_slots)
-
     def init(self, **sizes: Any) -> ReaderMemory:
         """Allocates an empty cache, as `SlotRows.new_cache`, and empty rings."""
         head = self.drafter.head
-        ring = empty(
+        ring = feature_ring.empty(
             self.num_slots,
             size=RING_ROWS + self._rows_most,
             width=head.features_size,
@@ -259,34 +180,20 @@ class SlotReader(slots_lib.OfSlots):
         kv = slots_lib.new_cache(self._rows, kept=self._kept, **sizes)
         return ReaderMemory(kv=kv, ring=ring)
 
-    def commit(
-        self,
-        params: protocols.Params,
-        memory: ReaderMemory,
-        length: Int[Array, " B"],
-        *,
-        asked: Bool[Array, " B"],
-        features: Float[Array, "B A taps D"] | None = None,
-    ) -> ReaderMemory:
+    def commit(self, params, memory, length, *, asked, features=None):
         """Keeps the features of what was committed, or forgets what was not."""
         del params
         ring = memory.ring
         if features is not None:
             flat = features.reshape(*features.shape[:2], -1)
-            ring = append(ring, flat, length - 1, asked=asked)
-        ring = truncate(ring, length - 1, asked=asked)
+            ring = ring.append(flat, length - 1, asked=asked)
+        ring = ring.truncate(length - 1, asked=asked)
         return self._without_drafts(memory.replace(ring=ring), asked)
 
     def _without_drafts(self, memory: ReaderMemory, asked: jax.Array) -> ReaderMemory:
         """Forgets the rows after those of features, in the slots that are asked."""
-        return memory.replace(kv=self._cut(memory.kv, memory.ring.first, asked))
-
-    def _cut(
-        self, kv: paged.PagedKV, end: jax.Array, asked: jax.Array
-    ) -> paged.PagedKV:
-        """Forgets the rows from `end` on, in the slots that are asked."""
-        impl = self.drafter.model.cache_impl
-        return allocator.truncate_each(kv, end, asked=asked, impl=impl)
+        kv = self._rows.truncate(memory.kv, memory.ring.first, asked=asked)
+        return memory.replace(kv=kv)
 
     def _forward(self, params: Any, kv: paged.PagedKV, rows: Any, features: Any) -> Any:
         """Runs features, and the tokens after their positions; see `windows.run`."""
@@ -319,20 +226,11 @@ class SlotReader(slots_lib.OfSlots):
         )
         return kv, at, outputs
 
-    def _take_in(
-        self,
-        params: Any,
-        memory: ReaderMemory,
-        tokens: Int[Array, "B max_len"],
-        read: Callable[[Int[Array, " B"]], Float[Array, "B R width"]],
-        *,
-        goal: Int[Array, " B"],
-        num_rows: int,
-    ) -> tuple[ReaderMemory, Any]:
+    def _take_in(self, params, memory, tokens, read, *, goal, num_rows):
         """Takes in features up to `goal`, as far as there is room; see `slots.take_in`.
 
         Args:
-          read: returns `num_rows` features of each slot from a position on.
+          read: returns features `[B, num_rows, width]` from a position `[B]` on.
         """
         kv, outputs = slots_lib.take_in(
             lambda kv, window: self._run(params, kv, window, read(window.start)),
@@ -346,26 +244,15 @@ class SlotReader(slots_lib.OfSlots):
         ring = memory.ring.replace(first=kv.length)
         return memory.replace(kv=kv, ring=ring), outputs
 
-    def _take_in_ring(
-        self, params, memory, tokens, *, goal
-    ) -> tuple[ReaderMemory, Any]:
+    def _take_in_ring(self, params, memory, tokens, *, goal):
         """Takes in the ring's features up to `goal`, a round's at a time."""
         size = self._rows_most
-        read_ring = functools.partial(read, memory.ring, count=size)
+        read_ring = functools.partial(memory.ring.read, count=size)
         return self._take_in(
             params, memory, tokens, read_ring, goal=goal, num_rows=size
         )
 
-    def prefill(
-        self,
-        params: Any,
-        memory: ReaderMemory,
-        prompt: list[int],
-        *,
-        slot: int,
-        features: Float[Array, "T taps D"],
-        begun: held_lib.Begun | None = None,
-    ) -> ReaderMemory:
+    def prefill(self, params, memory, prompt, *, slot, features, begun=None):
         """Takes in the features of the prompt, except for the waiting ones."""
         if begun is not None:
             # The last shared feature goes with the token after it, which may differ.
@@ -408,12 +295,15 @@ class SlotReader(slots_lib.OfSlots):
             ring = ring.replace(features=kept)
         return memory.replace(ring=ring.replace(end=ring.end.at[slot].set(end)))
 
-    def _propose(self, params, memory, tokens, length, gamma, sampling, processing):
+    def propose(
+        self, params, memory, *, tokens, length, gamma, sampling, processing=None
+    ):
         """Drafts `gamma[b]` tokens; fewer, or none, where the cache has no room."""
         kv, ring = memory.kv, memory.ring
         kv = kv.replace(out_of_pages=jnp.zeros((self.num_slots,), bool))
         # A ring that overflowed, because no page was free, has lost rows: no drafts.
-        is_whole = ring.end - ring.first <= ring.size
+        waiting = ring.end - ring.first
+        is_whole = waiting <= ring.size
         asked = is_whole & (gamma > 0) & (ring.end == length - 1)
         if self.reads_tokens:  # The last pair drafts: there must be one.
             asked &= ring.end > ring.first
@@ -421,10 +311,12 @@ class SlotReader(slots_lib.OfSlots):
             params,
             memory.replace(kv=kv),
             tokens,
-            draw_lib.Draw.of(self.drafter, sampling, length, processing),
+            draw_lib.Draw.of(
+                self.drafter, sampling, length, processing, hot=params.hot
+            ),
             gamma=gamma,
             asked=asked,
-            is_full=is_whole & overflows(ring, most=self._rows_most),
+            is_full=is_whole & (waiting + self._rows_most > ring.size),
         )
 
     def _draft(
@@ -446,20 +338,3 @@ class SlotReader(slots_lib.OfSlots):
             find room.
         """
         raise NotImplementedError
-
-    def _probs(
-        self,
-        params: Any,
-        log_weights: Float[Array, "B W Vd"] | None,
-        counts: Int[Array, " B"],
-    ) -> Float[Array, "B W V"] | None:
-        """Returns the distributions that a native call drew drafts from, as
-        `sampling.distribution` gives them; None without log weights."""
-        if log_weights is None:
-            return None
-        rows = draw_lib.widened(params.hot, self.vocab_size)(log_weights)
-        # Row by row: the bits of one depend on no other.
-        flat = jax.lax.map(jax.nn.softmax, rows.reshape(-1, self.vocab_size))
-        columns = jnp.arange(rows.shape[1], dtype=jnp.int32)
-        is_drafted = columns[None] < counts[:, None]
-        return jnp.where(is_drafted[..., None], flat.reshape(rows.shape), 0.0)

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
 
 from spec_jax import pytree
 from spec_jax.drafters import (
@@ -142,19 +141,13 @@ class SlotHybrid(slots_lib.OfSlots):
         """Allocates the draft model's empty cache."""
         return self._draft.init(**sizes)
 
-    def prefill(
-        self,
-        params: HybridParams,
-        memory: protocols.Memory,
-        prompt: list[int],
-        *,
-        slot: int,
-        **handed: Any,
-    ) -> protocols.Memory:
+    def prefill(self, params, memory, prompt, *, slot, **handed):
         """Takes the prompt into the draft model's cache. Donates `memory`."""
         return self._draft.prefill(params.draft, memory, prompt, slot=slot, **handed)
 
-    def _propose(self, params, memory, tokens, length, gamma, sampling, processing):
+    def propose(
+        self, params, memory, *, tokens, length, gamma, sampling, processing=None
+    ):
         """Drafts by one of the two drafters in each slot."""
 
         def look_up(tokens, length, gamma):
@@ -184,15 +177,7 @@ class SlotHybrid(slots_lib.OfSlots):
         chosen = jnp.where(is_sure, 0, 1)
         return memory, choice.merged([proposal, drafted], chosen, gamma)
 
-    def commit(
-        self,
-        params: HybridParams,
-        memory: protocols.Memory,
-        length: Int[Array, " B"],
-        *,
-        asked: Bool[Array, " B"],
-        **features: Array,
-    ) -> protocols.Memory:
+    def commit(self, params, memory, length, *, asked, **features):
         """Commits in the draft model, or in the head in its place."""
         return self._draft.commit(params.draft, memory, length, asked=asked, **features)
 

@@ -19,7 +19,6 @@ import dataclasses
 from typing import Literal, get_args
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int
 
 from spec_jax.drafters import suffix_match, text_tree
 from spec_jax.engine import protocols
@@ -63,15 +62,7 @@ class PromptLookup(text_tree.TextDrafter):
         if self.match not in MATCHES:
             raise ValueError(f"match={self.match!r} is not one of {', '.join(MATCHES)}")
 
-    def propose(
-        self,
-        params: None,
-        memory: tuple[()],
-        *,
-        tokens: Int[Array, " max_len"],
-        length: Int[Array, ""],
-        gamma: Int[Array, ""],
-    ) -> tuple[tuple[()], protocols.Proposal]:
+    def propose(self, params, memory, *, tokens, length, gamma):
         """Drafts the tokens that follow the match."""
         del params
         suffix = suffix_match.suffix_of(tokens, length, self.n_max)

@@ -10,7 +10,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 
 from spec_jax import pytree
 from spec_jax.engine import protocols
@@ -104,15 +103,7 @@ class Oracle(protocols.Drafter):
             ),
         )
 
-    def propose(
-        self,
-        params: protocols.Params,
-        memory: Trace,
-        *,
-        tokens: Int[Array, " max_len"],
-        length: Int[Array, ""],
-        gamma: Int[Array, ""],
-    ) -> tuple[Trace, protocols.Proposal]:
+    def propose(self, params, memory, *, tokens, length, gamma):
         """Drafts `gamma` tokens, or fewer at the end of the trace."""
         del params, tokens
         positions = length + jnp.arange(self.gamma_max, dtype=jnp.int32)

@@ -95,7 +95,7 @@ class SlotParallel(PairReader, block.SlotBlock):
             start=ring.first,
             num_active=jnp.where(asked, waiting + count - 1, 0),
         )
-        known = widen(features_lib.read(ring, ring.first, count=size))
+        known = widen(ring.read(ring.first, count=size))
         features = jnp.where(is_pair[..., None], known, params.mask_hidden)
         kv, at, outputs = self._run(params, kv, window, features)
         drafting = jnp.maximum(waiting - 1, 0)[:, None] + columns[:, :count]

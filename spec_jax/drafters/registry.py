@@ -324,28 +324,22 @@ def _from_outside(name: str, found: Any, parts: Parts) -> Built:
     """Makes a drafter of what a name stands for."""
     if not (isinstance(found, type) or inspect.isroutine(found)):
         return _check(found, name), None
-    parameters = inspect.signature(found).parameters
-    if list(parameters) == ["parts"]:
+    signature = inspect.signature(found)
+    parameters = signature.parameters
+    if [*parameters] == ["parts"]:
         made = found(parts)
     else:
-        known = {field.name for field in dataclasses.fields(parts)}
-        # `*args` and `**kwargs` need not be given anything.
-        variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        missing = [
-            parameter.name
-            for parameter in parameters.values()
-            if parameter.default is parameter.empty
-            and parameter.kind not in variable
-            and parameter.name not in known
-        ]
-        if missing:
+        known = sorted(field.name for field in dataclasses.fields(parts))
+        given = {key: getattr(parts, key) for key in known if key in parameters}
+        try:
+            signature.bind(**given)
+        except TypeError as error:
             raise ValueError(
-                f"drafter {name!r} needs {', '.join(missing)}, which is not one of "
-                f"{', '.join(sorted(known))}: give it a default, or name a function "
-                "of `parts` that returns (drafter, params)"
-            )
-        chosen = known & set(parameters)
-        made = found(**{key: getattr(parts, key) for key in chosen})
+                f"drafter {name!r}: {error}, which is not one of {', '.join(known)}: "
+                "give it a default, or name a function of `parts` that returns "
+                "(drafter, params)"
+            ) from None
+        made = found(**given)
     drafter, params = made if isinstance(made, tuple) else (made, None)
     return _check(drafter, name), params
 

@@ -15,12 +15,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from spec_jax import compilation
-from spec_jax.engine import (
-    held as held_lib,
-    processing as processing_lib,
-    protocols,
-    rows as rows_lib,
-)
+from spec_jax.engine import held as held_lib, protocols, rows as rows_lib
 from spec_jax.paging import cache as paged
 
 
@@ -28,8 +23,8 @@ from spec_jax.paging import cache as paged
 class OfSlots:
     """The base of drafters for slots: it has the properties of `drafter`.
 
-    A subclass has the functions of a `SlotDrafter`, for `num_slots` sequences, but
-    `_propose` in the place of `propose`.
+    A subclass has the functions of a `SlotDrafter`, whose types are given there, for
+    `num_slots` sequences.
     """
 
     drafter: Any
@@ -41,31 +36,10 @@ class OfSlots:
     taps = protocols.passed_on("taps", of="drafter")
     feature_size = protocols.passed_on("feature_size", of="drafter")
 
-    def propose(
-        self,
-        params: protocols.Params,
-        memory: protocols.Memory,
-        *,
-        tokens: Int[Array, "B max_len"],
-        length: Int[Array, " B"],
-        gamma: Int[Array, " B"],
-        sampling: protocols.Sampling,
-        processing: processing_lib.Processing | None = None,
-    ) -> tuple[Any, protocols.Proposal]:
-        """Drafts at most `gamma[b]` tokens, as `protocols.SlotDrafter` has it.
-
-        Args:
-          processing: for drafters that have `reads_processing`.
-        """
-        return self._propose(
-            params, memory, tokens, length, gamma, sampling, processing
-        )
-
-    def _propose(
-        self, params, memory, tokens, length, gamma, sampling, processing
-    ) -> tuple[Any, protocols.Proposal]:
-        """Implements `propose`."""
-        raise NotImplementedError
+    @property
+    def _rows(self) -> rows_lib.SlotRows:
+        """The rows of a drafter that has a `model`."""
+        return rows_lib.SlotRows(model=self.drafter.model, num_slots=self.num_slots)
 
 
 def new_cache(

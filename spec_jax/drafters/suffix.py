@@ -130,15 +130,7 @@ class SuffixDecoding(text_tree.TextDrafter):
                 f"min_probability={self.min_probability} is outside (0, 1]"
             )
 
-    def propose(
-        self,
-        params: Corpus,
-        memory: tuple[()],
-        *,
-        tokens: Int[Array, " max_len"],
-        length: Int[Array, ""],
-        gamma: Int[Array, ""],
-    ) -> tuple[tuple[()], protocols.Proposal]:
+    def propose(self, params, memory, *, tokens, length, gamma):
         """Drafts what `look_up` finds: often fewer than `gamma` tokens, or none."""
         if self.tree is not None:
             proposal = self._tree(self.tree, params, tokens, length, gamma)
@@ -173,7 +165,7 @@ class SuffixDecoding(text_tree.TextDrafter):
             return self._by_kernels(corpus, tokens, length, gamma)
 
         def search() -> Lookup:
-            return self._search(corpus, tokens=tokens, length=length, gamma=gamma)
+            return self._search(corpus, tokens, length, gamma)
 
         found = jax.eval_shape(search)
         return jax.lax.cond(
@@ -205,14 +197,7 @@ class SuffixDecoding(text_tree.TextDrafter):
         )
         return Lookup(proposal=proposal, score=score)
 
-    def _search(
-        self,
-        corpus: Corpus,
-        *,
-        tokens: Int[Array, " max_len"],
-        length: Int[Array, ""],
-        gamma: Int[Array, ""],
-    ) -> Lookup:
+    def _search(self, corpus, tokens, length, gamma) -> Lookup:
         """Returns the result of `look_up` for a `gamma` above 0, by XLA."""
         suffix = suffix_match.suffix_of(tokens, length, self.match_max)
         is_known = jnp.arange(tokens.shape[0], dtype=jnp.int32) < length

@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -32,6 +33,11 @@ _MAX_BYTES = 2**20
 
 GREEDY = "greedy"
 """In the text of a tree, after a slash: `Tree.greedy`."""
+
+_NUMBER = r"[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?"
+_SEARCH = re.compile(
+    rf"([0-9]+)x([0-9]+):([0-9]+)(?:@({_NUMBER}))?(/{GREEDY})?", re.ASCII
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,27 +145,17 @@ class Tree:
     @classmethod
     def parse(cls, text: str) -> "Tree":
         """Reads `KxD:W`, with `@tau` and `/greedy`; raises as `parse` does."""
-        shape, slash, how = text.partition("/")
-        sizes, _, tau = shape.partition("@")
-        try:
-            if slash and how != GREEDY:
-                raise ValueError(how)
-            search, nodes = sizes.split(":")
-            top_k, depth = search.split("x")
-            numbers = int(top_k), int(depth), int(nodes), float(tau or TAU)
-        except ValueError:
+        found = _SEARCH.fullmatch(text)
+        if found is None:
             raise ValueError(
                 f"{text!r} is no tree: give children x depth : nodes and, after @, a "
                 "tau, as in 4x12:15 or 4x12:15@0.3, and /greedy for children that are "
                 "never drawn; or a fixed tree's children by depth, as in 4-2-1"
-            ) from None
-        return cls(
-            top_k=numbers[0],
-            depth=numbers[1],
-            nodes=numbers[2],
-            tau=numbers[3],
-            greedy=bool(slash),
-        )
+            )
+        *sizes, tau, greedy = found.groups()
+        top_k, depth, nodes = map(int, sizes)
+        made = cls(top_k=top_k, depth=depth, nodes=nodes, greedy=bool(greedy))
+        return dataclasses.replace(made, tau=float(tau)) if tau else made
 
     def __str__(self) -> str:
         how = f"/{GREEDY}" if self.greedy else ""
@@ -192,7 +188,8 @@ class FixedTree:
     replaces: bool = False
 
     def __post_init__(self) -> None:
-        paths = sorted({tuple(path) for path in self.paths}, key=_by_depth)
+        by_depth = lambda path: (len(path), path)
+        paths = sorted({tuple(path) for path in self.paths}, key=by_depth)
         if not paths or len(paths) != len(self.paths):
             raise ValueError(
                 f"{len(self.paths)} paths, {len(paths)} of them different: give each "
@@ -406,10 +403,6 @@ def _of_json(text: str | bytes, name: str) -> FixedTree:
     if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
         raise ValueError(f"{name}: give a list of paths, such as [[0],[1],[0,0]]")
     return FixedTree(paths=tuple(map(tuple, paths)))
-
-
-def _by_depth(path: Path) -> tuple[int, Path]:
-    return len(path), path
 
 
 def _check_rows(num_nodes: int) -> None:

@@ -6,58 +6,35 @@ import spec_jax
 
 
 _NAMES = {
-    "Budget": "spec_jax.gamma.budget",
-    "Fixed": "spec_jax.gamma.policy",
-    "GammaPolicy": "spec_jax.gamma.policy",
-    "Goodput": "spec_jax.gamma.goodput",
-    "Leader": "spec_jax.gamma.leader",
-    "RankGoodput": "spec_jax.gamma.goodput",
-    "RankLeader": "spec_jax.gamma.leader",
-    "RoundCosts": "spec_jax.gamma.costs",
-    "Schedule": "spec_jax.gamma.schedule",
-    "Threshold": "spec_jax.gamma.threshold",
+    "budget": ["Budget"],
+    "confidence": [],
+    "costs": ["RoundCosts"],
+    "goodput": ["Goodput", "RankGoodput"],
+    "leader": ["Leader", "RankLeader"],
+    "policy": ["Fixed", "GammaPolicy"],
+    "schedule": ["Schedule"],
+    "theory": [],
+    "threshold": ["Threshold"],
 }
-
-__all__ = [
-    "Budget",
-    "Fixed",
-    "GammaPolicy",
-    "Goodput",
-    "Leader",
-    "RankGoodput",
-    "RankLeader",
-    "RoundCosts",
-    "Schedule",
-    "Threshold",
-    "budget",
-    "confidence",
-    "costs",
-    "goodput",
-    "leader",
-    "policy",
-    "schedule",
-    "theory",
-    "threshold",
-]
 
 if TYPE_CHECKING:
     from spec_jax.gamma import (
-        budget,
-        confidence,
-        costs,
-        goodput,
-        leader,
-        policy,
-        schedule,
-        theory,
-        threshold,
+        budget as budget,
+        confidence as confidence,
+        costs as costs,
+        goodput as goodput,
+        leader as leader,
+        policy as policy,
+        schedule as schedule,
+        theory as theory,
+        threshold as threshold,
     )
-    from spec_jax.gamma.budget import Budget
-    from spec_jax.gamma.costs import RoundCosts
-    from spec_jax.gamma.goodput import Goodput, RankGoodput
-    from spec_jax.gamma.leader import Leader, RankLeader
-    from spec_jax.gamma.policy import Fixed, GammaPolicy
-    from spec_jax.gamma.schedule import Schedule
-    from spec_jax.gamma.threshold import Threshold
+    from spec_jax.gamma.budget import Budget as Budget
+    from spec_jax.gamma.costs import RoundCosts as RoundCosts
+    from spec_jax.gamma.goodput import Goodput as Goodput, RankGoodput as RankGoodput
+    from spec_jax.gamma.leader import Leader as Leader, RankLeader as RankLeader
+    from spec_jax.gamma.policy import Fixed as Fixed, GammaPolicy as GammaPolicy
+    from spec_jax.gamma.schedule import Schedule as Schedule
+    from spec_jax.gamma.threshold import Threshold as Threshold
 
-__getattr__, __dir__ = spec_jax.exports(__name__, _NAMES, __all__)
+__getattr__, __dir__, __all__ = spec_jax.exports(__name__, _NAMES, _NAMES)

@@ -128,15 +128,7 @@ class Budget(policy.GammaPolicy):
             num_behind=jnp.where(gamma > 0, 0, state.num_behind + 1),
         )
 
-    def settle(
-        self,
-        state: BudgetState,
-        *,
-        asked: Int[Array, " B"],
-        num_active: Int[Array, ""],
-        num_verified: Int[Array, ""],
-        num_accepted: Int[Array, ""],
-    ) -> BudgetState:
+    def settle(self, state, *, asked, num_active, num_verified, num_accepted):
         """Returns the state with a round of all slots in the account.
 
         Args: as `policy.settles` says; leaves of the state are `[B, ..]`.

@@ -130,26 +130,24 @@ class Goodput(policy.GammaPolicy):
         """Returns the best gamma; where that is 0, 1 if a probe is due."""
         return policy.or_probe(state.gamma, state.probe)
 
-    def update(
-        self,
-        state: GoodputState,
-        *,
-        gamma: Int[Array, ""],
-        num_drafted: Int[Array, ""],
-        num_accepted: Int[Array, ""],
-        kept: Bool[Array, " gamma_max"] | None = None,
-    ) -> GoodputState:
+    def _remembered(self, state, is_verified, reached, kept) -> GoodputState:
+        """Returns the state with a round among what other texts begin with."""
+        return state
+
+    def update(self, state, *, gamma, num_drafted, num_accepted, kept=None):
         """Counts the drafts that were verified, and finds the best gamma again."""
         is_off = state.gamma == 0
         num_verified = self.probing.count_verified(gamma, num_drafted)
         is_verified = num_verified > 0
         is_kept_probe = is_off & is_verified & (num_accepted > 0)
-        reached, kept = self._counts(num_verified, num_accepted, kept)
+        counts = self._counts(num_verified, num_accepted, kept)
+        reached, kept = (each.astype(jnp.float32) for each in counts)
+        state = self._remembered(state, is_verified, reached, kept)
         fade = jnp.where(is_verified, self.decay, 1.0)
         fade = jnp.where(is_kept_probe & self._forgets(state), 0.0, fade)
         updated = state.replace(
-            reached=fade * state.reached + reached.astype(jnp.float32),
-            kept=fade * state.kept + kept.astype(jnp.float32),
+            reached=fade * state.reached + reached,
+            kept=fade * state.kept + kept,
             probe=self.probing.update(
                 state.probe,
                 is_off=is_off,

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from spec_jax.gamma import goodput, policy
 
@@ -62,42 +62,16 @@ class Leader(goodput.Goodput):
 
     def chances(self, state: policy.State) -> Float[Array, " gamma_max"]:
         """Returns the chance to keep each draft, in the sense of `Goodput.chances`."""
+        of_all = {"reached": state.all_reached, "kept": state.all_kept}
+        own = state.kept + self.text_weight * super().chances(state.replace(**of_all))
+        return own / (state.reached + self.text_weight)
 
-        def step(before, counts):
-            all_reached, all_kept, reached, kept = counts
-            before = (all_kept + self.prior_weight * before) / (
-                all_reached + self.prior_weight
-            )
-            own = kept + self.text_weight * before
-            return before, own / (reached + self.text_weight)
-
-        counts = state.all_reached, state.all_kept, state.reached, state.kept
-        return jax.lax.scan(step, jnp.float32(self.prior), counts)[1]
-
-    def update(
-        self,
-        state: policy.State,
-        *,
-        gamma: Int[Array, ""],
-        num_drafted: Int[Array, ""],
-        num_accepted: Int[Array, ""],
-        kept: Bool[Array, " gamma_max"] | None = None,
-    ) -> policy.State:
-        """Counts the drafts that were verified, and finds the leader again."""
-        num_verified = self.probing.count_verified(gamma, num_drafted)
-        counted = self._counts(num_verified, num_accepted, kept)
-        reached, ends = (each.astype(jnp.float32) for each in counted)
-        fade = jnp.where(num_verified > 0, self.all_decay, 1.0)
-        state = state.replace(
+    def _remembered(self, state, is_verified, reached, kept) -> policy.State:
+        """Counts the drafts of a round among those of all texts."""
+        fade = jnp.where(is_verified, self.all_decay, 1.0)
+        return state.replace(
             all_reached=fade * state.all_reached + reached,
-            all_kept=fade * state.all_kept + ends,
-        )
-        return super().update(
-            state,
-            gamma=gamma,
-            num_drafted=num_drafted,
-            num_accepted=num_accepted,
-            kept=kept,
+            all_kept=fade * state.all_kept + kept,
         )
 
     def _forgets(self, state: policy.State) -> Bool[Array, ""]:

@@ -291,15 +291,7 @@ class Schedule(policy_lib.GammaPolicy):
         """Returns the state of ONE slot where another text begins."""
         return state.replace(asks=policy_lib.renewed(self.asks, state.asks))
 
-    def settle(
-        self,
-        state: ScheduleState,
-        *,
-        asked: Int[Array, " B"],
-        num_active: Int[Array, ""],
-        num_verified: Int[Array, ""],
-        num_accepted: Int[Array, ""],
-    ) -> ScheduleState:
+    def settle(self, state, *, asked, num_active, num_verified, num_accepted):
         """Returns the state with a round of all slots in the account.
 
         Args: as `policy.settles` says; a round without active slots changes nothing.

@@ -97,14 +97,7 @@ class Threshold(policy.GammaPolicy):
         gamma = jnp.asarray(self.ladder, jnp.int32)[state.level]
         return policy.or_probe(gamma, state.probe)
 
-    def update(
-        self,
-        state: ThresholdState,
-        *,
-        gamma: Int[Array, ""],
-        num_drafted: Int[Array, ""],
-        num_accepted: Int[Array, ""],
-    ) -> ThresholdState:
+    def update(self, state, *, gamma, num_drafted, num_accepted):
         """Moves by one rung at most. A kept probe is the way up from gamma 0."""
         is_off = state.level == 0
         num_verified = self.probing.count_verified(gamma, num_drafted)

@@ -6,39 +6,24 @@ import spec_jax
 
 
 _NAMES = {
-    "Processor": "spec_jax.processors.processor",
-    "bad_words": "spec_jax.processors.built_in",
-    "chain": "spec_jax.processors.processor",
-    "json_schema": "spec_jax.processors.grammar",
-    "logit_bias": "spec_jax.processors.built_in",
-    "min_tokens": "spec_jax.processors.built_in",
-    "penalties": "spec_jax.processors.built_in",
-    "regex": "spec_jax.processors.grammar",
+    "built_in": ["bad_words", "logit_bias", "min_tokens", "penalties"],
+    "grammar": ["json_schema", "regex"],
+    "processor": ["Processor", "chain"],
 }
 
-__all__ = [
-    "Processor",
-    "bad_words",
-    "built_in",
-    "chain",
-    "grammar",
-    "json_schema",
-    "logit_bias",
-    "min_tokens",
-    "penalties",
-    "processor",
-    "regex",
-]
-
 if TYPE_CHECKING:
-    from spec_jax.processors import built_in, grammar, processor
-    from spec_jax.processors.built_in import (
-        bad_words,
-        logit_bias,
-        min_tokens,
-        penalties,
+    from spec_jax.processors import (
+        built_in as built_in,
+        grammar as grammar,
+        processor as processor,
     )
-    from spec_jax.processors.grammar import json_schema, regex
-    from spec_jax.processors.processor import Processor, chain
+    from spec_jax.processors.built_in import (
+        bad_words as bad_words,
+        logit_bias as logit_bias,
+        min_tokens as min_tokens,
+        penalties as penalties,
+    )
+    from spec_jax.processors.grammar import json_schema as json_schema, regex as regex
+    from spec_jax.processors.processor import Processor as Processor, chain as chain
 
-__getattr__, __dir__ = spec_jax.exports(__name__, _NAMES, __all__)
+__getattr__, __dir__, __all__ = spec_jax.exports(__name__, _NAMES, _NAMES)

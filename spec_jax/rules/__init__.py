@@ -6,66 +6,43 @@ import spec_jax
 
 
 _NAMES = {
-    "Outcome": "spec_jax.rules.acceptance",
-    "Rule": "spec_jax.rules.rule",
-    "SamplingSettings": "spec_jax.rules.sampling",
-    "Stream": "spec_jax.rules.sampling",
-    "accept_block": "spec_jax.rules.acceptance",
-    "accept_exact": "spec_jax.rules.acceptance",
-    "accept_multi_path": "spec_jax.rules.multi_path",
-    "accept_rejection": "spec_jax.rules.acceptance",
-    "accept_traversal": "spec_jax.rules.traversal",
-    "accept_tree": "spec_jax.rules.tree_acceptance",
-    "block": "spec_jax.rules.rule",
-    "coupled": "spec_jax.rules.rule",
-    "make_settings": "spec_jax.rules.sampling",
-    "multipath": "spec_jax.rules.rule",
-    "rejection": "spec_jax.rules.rule",
+    "acceptance": ["Outcome", "accept_block", "accept_exact", "accept_rejection"],
+    "multi_path": ["accept_multi_path"],
+    "rule": ["Rule", "block", "coupled", "multipath", "rejection"],
+    "sampling": ["SamplingSettings", "Stream", "make_settings"],
+    "traversal": ["accept_traversal"],
+    "tree_acceptance": ["accept_tree"],
 }
-
-__all__ = [
-    "Outcome",
-    "Rule",
-    "SamplingSettings",
-    "Stream",
-    "accept_block",
-    "accept_exact",
-    "accept_multi_path",
-    "accept_rejection",
-    "accept_traversal",
-    "accept_tree",
-    "acceptance",
-    "block",
-    "coupled",
-    "make_settings",
-    "multi_path",
-    "multipath",
-    "rejection",
-    "rule",
-    "sampling",
-    "traversal",
-    "tree_acceptance",
-]
 
 if TYPE_CHECKING:
     from spec_jax.rules import (
-        acceptance,
-        multi_path,
-        rule,
-        sampling,
-        traversal,
-        tree_acceptance,
+        acceptance as acceptance,
+        multi_path as multi_path,
+        rule as rule,
+        sampling as sampling,
+        traversal as traversal,
+        tree_acceptance as tree_acceptance,
     )
     from spec_jax.rules.acceptance import (
-        Outcome,
-        accept_block,
-        accept_exact,
-        accept_rejection,
+        Outcome as Outcome,
+        accept_block as accept_block,
+        accept_exact as accept_exact,
+        accept_rejection as accept_rejection,
     )
-    from spec_jax.rules.multi_path import accept_multi_path
-    from spec_jax.rules.rule import Rule, block, coupled, multipath, rejection
-    from spec_jax.rules.sampling import SamplingSettings, Stream, make_settings
-    from spec_jax.rules.traversal import accept_traversal
-    from spec_jax.rules.tree_acceptance import accept_tree
+    from spec_jax.rules.multi_path import accept_multi_path as accept_multi_path
+    from spec_jax.rules.rule import (
+        Rule as Rule,
+        block as block,
+        coupled as coupled,
+        multipath as multipath,
+        rejection as rejection,
+    )
+    from spec_jax.rules.sampling import (
+        SamplingSettings as SamplingSettings,
+        Stream as Stream,
+        make_settings as make_settings,
+    )
+    from spec_jax.rules.traversal import accept_traversal as accept_traversal
+    from spec_jax.rules.tree_acceptance import accept_tree as accept_tree
 
-__getattr__, __dir__ = spec_jax.exports(__name__, _NAMES, __all__)
+__getattr__, __dir__, __all__ = spec_jax.exports(__name__, _NAMES, _NAMES)

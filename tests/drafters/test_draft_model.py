@@ -306,7 +306,8 @@ def test_siblings_drawn_with_replacement_are_independent(replaces):
     settings = decoding.sampling_of(num_slots)
     settings = settings.replace(seed=jnp.arange(num_slots, dtype=jnp.uint32))
     length = jnp.full((num_slots,), 5, jnp.int32)
-    made = draw.Draw(sampling=settings, length=length, impl="xla", has_probs=True)
+    how = {"impl": "xla", "has_probs": True, "vocab_size": 3}
+    made = draw.Draw(sampling=settings, length=length, **how)
 
     def tokens(level, count):
         logits = jnp.log(jnp.asarray(chances, jnp.float32))
@@ -316,7 +317,6 @@ def test_siblings_drawn_with_replacement_are_independent(replaces):
             level=jnp.int32(level),
             counts=jnp.full((num_slots,), count, jnp.int32),
             tree=tree,
-            vocab_size=3,
         )
         return np.asarray(found[1]).reshape(num_slots, -1)
 

@@ -90,7 +90,7 @@ UNKNOWN = {
     "nosuchpackage.it:X": "drafter 'nosuchpackage.it:X': No module named 'nosuch",
     "otherdrafters.bigram:Trigram": "has no attribute 'Trigram'",
     "otherdrafters.bigram:": "nor written as package.module:Name",
-    "otherdrafters.bigram:NeedsMore": "needs depth, which is not one of draft, dtype,",
+    "otherdrafters.bigram:NeedsMore": "'depth', which is not one of draft, dtype,",
     "otherdrafters.bigram:nothing": "is no drafter: it has no gamma_max, init, prefill",
 }
 

@@ -47,9 +47,8 @@ def settings_of(kinds) -> sampling.SamplingSettings:
 def draw_of(kinds, *, has_probs=False) -> draw_lib.Draw:
     settings = settings_of(kinds) if kinds else None
     lengths = 50 + 10 * jnp.arange(SLOTS, dtype=jnp.int32)
-    return draw_lib.Draw(
-        sampling=settings, length=lengths, impl="xla", has_probs=has_probs
-    )
+    how = {"impl": "xla", "has_probs": has_probs, "vocab_size": V}
+    return draw_lib.Draw(sampling=settings, length=lengths, **how)
 
 
 def logits_of(size=V):
@@ -59,15 +58,15 @@ def logits_of(size=V):
 
 @functools.partial(jax.jit, static_argnames=("tree",))
 def _children(draw, logits, *, tree, **told):
-    return draw.children(logits, tree=tree, vocab_size=V, **told)
+    return draw.children(logits, tree=tree, **told)
 
 
 def found(impl, draw, logits, *, tree=TREE, hot=None, level=2, counts=COUNTS):
     """Returns the scores and tokens of children, only of rows within `counts`."""
     if impl == "native":
         decoding.needs("native")
-    draw = dataclasses.replace(draw, impl=impl)
-    told = {"level": jnp.int32(level), "counts": counts, "hot": hot}
+    draw = dataclasses.replace(draw, impl=impl, hot=hot)
+    told = {"level": jnp.int32(level), "counts": counts}
     scores, tokens = _children(draw, logits, tree=tree, **told)
     is_row = np.arange(logits.shape[1])[None] < np.asarray(counts)[:, None]
     return np.asarray(scores)[is_row], np.asarray(tokens)[is_row]
