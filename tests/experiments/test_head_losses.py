@@ -18,7 +18,7 @@ from spec_jax.model import (
     head_dialects,
     sequence,
 )
-from spec_jax.training import eagle3, targets
+from spec_jax.training import eagle3, heads, targets
 
 
 STEPS = 3  # of drafting, in the loss
@@ -110,7 +110,7 @@ def test_a_normalizer_stands_for_the_logits_of_the_whole_vocabulary(target, work
     rows = np.arange(4)
     drawn = job.family.draw(args, job.config, job.hot)(job.online[rows], rows, 0)
     batch = jax.tree.map(jnp.asarray, drawn)
-    params = job.family.training.complete(jobs.init(args, job), job.teacher)
+    params = heads.complete(jobs.init(args, job), job.teacher)
     told = job.family.of_loss(args)
     loss = lambda batch: job.family.training.loss(
         job.config, params, batch, job.teacher, **told

@@ -37,7 +37,7 @@ def store_of(folder, online):
 
 def assert_cached(store, online, rows, source=None):
     """Asserts that rows of a cache have the bits that the target computes."""
-    cached = targets.Cached.of(store, source or online)[rows]
+    cached = targets.cached(source or online, store)[rows]
     for name, array in online[rows].items():
         testing.assert_same_bits(cached[name], array, what=name)
 
@@ -71,7 +71,7 @@ def test_a_cache_goes_on_where_it_was_killed(target, work, tmp_path):
     half.with_name(f"{half.name}.partial").write_bytes(whole.read_bytes()[:10])
     store, made = store_of(tmp_path, online), []
     with pytest.raises(ValueError, match="lacks 19 of 20 texts; run the stage cache"):
-        targets.Cached.of(store, online)
+        targets.cached(online, store)
     targets.write(store, online, after_text=lambda: made.append(None))
     assert len(made) == 19
     for again in (store, store_of(tmp_path, online)):
@@ -87,16 +87,16 @@ def test_choices_are_computed_once(target, work, tmp_path):
     for source in (online, blind):  # The second computes nothing.
         assert_cached(store, online, rows, source)
     with pytest.raises(AttributeError):  # Control: a text that was not read before.
-        targets.Cached.of(store, blind)[np.array([1])]
+        targets.cached(blind, store)[np.array([1])]
     # A greedy text shows its own choices, whatever the cache holds.
-    kept = targets.Cached.of(store, online)
+    kept = targets.cached(online, store)
     told = dataclasses.replace(online, normalizers=False)
     one = rows[online.texts.is_greedy[rows]][:1]
     text, expected = online.texts.read(int(one[0])), told[one]["best"]
     planted = np.array(kept._choices[text])
     planted["best"] += 1
     kept._choices.add(text, planted)
-    testing.assert_same_bits(targets.Cached.of(store, told)[one]["best"], expected)
+    testing.assert_same_bits(targets.cached(told, store)[one]["best"], expected)
     assert (kept[one]["best"] != expected).any()  # Control: the cache is read.
 
 
