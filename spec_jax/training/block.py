@@ -27,6 +27,7 @@ from spec_jax.model import (
     block_heads,
     block_params,
     config as config_lib,
+    head_params,
     params as params_lib,
     sequence,
 )
@@ -112,9 +113,8 @@ def init(
     The final norm begins as the target's. Consumes `key`.
     """
     config.check_target(target)
-    made = block_params.init(
-        key, config, embed=params.embed, lm_head=params.head, hot=hot
-    )
+    own = {"embed": params.embed, "lm_head": params.head, "hot": hot}
+    made = head_params.init(key, config, **own)
     if config.conv_group:
         layers = [
             layer.replace(

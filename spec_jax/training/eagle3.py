@@ -13,6 +13,7 @@ from spec_jax.model import (
     config as config_lib,
     eagle3,
     eagle3_params,
+    head_params,
     params as params_lib,
     sequence,
 )
@@ -42,7 +43,7 @@ def init(
     embed, head = weights.matrix(params.embed), weights.matrix(params.head)
     if config.has_own_embed:
         embed, head = (_resized(x, config.hidden_size) for x in (embed, head))
-    made = eagle3_params.init(key, config, embed=embed, hot=hot)
+    made = head_params.init(key, config, embed=embed, hot=hot)
     rows = (head if hot is None else head[hot]).astype(jnp.float32)
     own = config.has_own_embed
     norm = made.final_norm if own else targets_lib.final_norm(params)
@@ -81,7 +82,7 @@ def loss(
     counted = batch["mask"][:, 1:]
     if teacher.hot is not None:
         is_kept = jnp.zeros(len(teacher.head), bool).at[teacher.hot].set(True)
-        counted &= is_kept[batch["best"][:, 1:]]
+        counted = counted & is_kept[batch["best"][:, 1:]]
     logits = sequence.product(batch["final"][:, 1:], teacher.draft_head)
     targets = jax.nn.softmax(logits, axis=-1)
     total = jnp.float32(0)
