@@ -52,8 +52,8 @@ def to_dict(
     is_selector, has_heads = head.head == "selector", head.has_dspark_heads
     names = [
         name
-        for name, known in dialects.ARCHITECTURES.items()
-        if known == dialect and name != dialects.DFLASH2
+        for name, (_, typed, bare) in dialects.ARCHITECTURES.items()
+        if dialect == (bare or typed)
     ]
     # Speculators has two.
     name = dialects.DFLASH2 if is_selector else names[-1 if has_heads else 0]
@@ -75,7 +75,7 @@ def to_dict(
         kind = "dflash2" if is_selector else "dspark" if has_heads else "dflash"
         about = head_dialects.speculators_config(kind, head.num_drafts, origin)
         own |= of_heads | {
-            dialects.TYPE: kind,
+            head_dialects.TYPE: kind,
             "speculators_config": about,
             "transformer_layer_config": layer,
             "draft_vocab_size": head.draft_vocab_size,
