@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spec_jax.model import block_params, decoder, head_params, rotary, sequence
+from spec_jax.model import block_params, decoder, head_params, sequence
 from spec_jax.native import block_steps
 from spec_jax.ops import (
     dispatch,
@@ -256,14 +256,10 @@ def forward_sequence(
     (B, T), A, S = tokens.shape, anchors.shape[1], config.block_size
     N, K, H = layer.num_heads, layer.num_kv_heads, layer.head_dim
     dtype = params.final_norm.dtype
-    table, angle_scale = rotary.rope_table(layer)
-    frequencies = jnp.asarray(table)
 
     def heads(x, weight, norm, positions):
-        x = sequence.norm(
-            sequence.matmul(x, weight).reshape(*positions.shape, -1, H), norm, eps
-        )
-        return rope.rope(x, positions, frequencies, scale=angle_scale)
+        x = sequence.matmul(x, weight).reshape(*positions.shape, -1, H)
+        return sequence.turned(x, norm, layer, positions)
 
     def keys_values(x, weight, positions):
         k, v = jnp.split(weights.matrix(weight.kv), 2)

@@ -275,8 +275,7 @@ def forward_sequence(
     keys, values = [*(x.k for x in earlier), k], [*(x.v for x in earlier), v]
     own = [jnp.stack(x[1:], axis=2) for x in (keys, values)] if earlier else None
     attended = causal_attention.causal_attention(q, keys[0], values[0], own, **how)
-    h = residual + sequence.matmul(attended.reshape(B, T, -1), params.attention_out)
-    hidden = sequence.gated_mlp(params, h, eps=eps)
+    hidden = sequence.after_attention(params, residual, attended, eps=eps)
     normed = sequence.norm(hidden, params.final_norm, eps)
     return StepOutputs(
         hidden=normed if config.norm_output else hidden,

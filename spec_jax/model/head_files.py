@@ -76,9 +76,7 @@ class Family:
     is_targets: bool = False
     zeros: tuple[str, ...] = ()
 
-    def tensors(
-        self, config: Any, dialect: str, *, embed: bool = True, lm_head: bool = True
-    ) -> Any:
+    def tensors(self, config: Any, dialect: str, *, embed: bool, lm_head: bool) -> Any:
         """Returns a tree of `params.Parts`: the tensors that arrays are made of.
 
         Args:

@@ -154,8 +154,8 @@ def loss(
     cross, total_variation, of_confidence = terms
     total = jnp.zeros(logits.shape[:-1], jnp.float32)
     if cross:
-        labels = batch["tokens"][:, 1:, None]
-        labels = at_drafts(labels, batch["anchors"], config.num_drafts)
+        labels = batch["tokens"][:, 1:]
+        labels = at_drafts(labels, batch["anchors"], config.num_drafts)[..., None]
         # A comparison and a sum: the gradient of a gather is a serial scatter.
         ids = jnp.arange(logits.shape[-1], dtype=labels.dtype)
         ids = ids if teacher.hot is None else teacher.hot
@@ -203,7 +203,7 @@ def agreements(
     # Whether the target wrote the token after each position.
     is_label = batch["mask"].at[:, -1].set(False)
     best, counted = (
-        at_drafts(x[..., None], batch["anchors"], logits.shape[2])[..., 0]
+        at_drafts(x, batch["anchors"], logits.shape[2])
         for x in (batch["best"], is_label)
     )
     return heads.agreements(jnp.argmax(logits, axis=-1), best, counted, batch, teacher)
@@ -248,7 +248,7 @@ def _slots(config, params, batch, teacher):
         return state, (bias, confidence)
 
     # A first slot that predicts nothing reads the anchor, as the slot after it does.
-    before = at_drafts(tokens[..., None], anchors, config.num_drafts)[..., 0]
+    before = at_drafts(tokens, anchors, config.num_drafts)
     before = jnp.concatenate([before[..., :1]] * config.first_slot + [before], axis=-1)
     by_slot = lambda x: jnp.moveaxis(x, 2, 0)
     _, found = jax.lax.scan(
@@ -270,10 +270,9 @@ def _teacher_probs(config, batch, teacher):
     """
     final = at_drafts(batch["final"], batch["anchors"], config.num_drafts)
     if "normalizer" in batch:
-        total = at_drafts(
-            batch["normalizer"][..., None], batch["anchors"], config.num_drafts
-        )
-        return jnp.exp(sequence.product(final, teacher.draft_head) - total)
+        total = at_drafts(batch["normalizer"], batch["anchors"], config.num_drafts)
+        logits = sequence.product(final, teacher.draft_head)
+        return jnp.exp(logits - total[..., None])
     probs = jax.nn.softmax(sequence.product(final, teacher.head), axis=-1)
     return probs if teacher.hot is None else probs[..., teacher.hot]
 
@@ -285,5 +284,5 @@ def at_drafts(x: jax.Array, anchors: jax.Array, count: int) -> jax.Array:
     """
     drafts = jnp.arange(count, dtype=jnp.int32)
     places = jnp.minimum(anchors[..., None] + drafts[None, None], x.shape[1] - 1)
-    flat = places.reshape(len(x), -1, 1)
-    return jnp.take_along_axis(x, flat, axis=1).reshape(*places.shape, x.shape[-1])
+    flat = places.reshape(len(x), -1, *(1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, flat, axis=1).reshape(*places.shape, *x.shape[2:])

@@ -109,7 +109,7 @@ def test_a_published_parallel_head_of_8b(tmp_path):
     path.write_text(json.dumps(raw))
     dialect, config = eagle3_dialects.read_config(path, target)
     assert (dialect, config.taps) == ("midlayer", (2, 18, 33))
-    names = eagle3_files.FAMILY.tensors(config, dialect)
+    names = eagle3_files.FAMILY.tensors(config, dialect, embed=True, lm_head=True)
     shapes = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
     expected = {
         "mask_hidden": (1, 1, 12288),
