@@ -111,7 +111,7 @@ def cache(args: argparse.Namespace) -> None:
 def store_of(args: argparse.Namespace, online: targets.Outputs) -> store_lib.Store:
     """Returns the cache of features on disk, which is beside the texts."""
     folder = texts_path(args).with_name("cache")
-    return targets.store_of(folder, online.params, online.config, online.taps)
+    return targets.store_of(folder, online)
 
 
 def recipe(args: argparse.Namespace) -> loop.Recipe:
@@ -134,7 +134,7 @@ def init(args: argparse.Namespace, job: Job) -> loop.Params:
         found = heads.trained(job.config, job.base)
         return found if job.scale is None else rescaled(found, 1 / job.scale)
     key = jax.random.key(args.seed)
-    return job.family.training.init(key, job.config, job.target, job.params, job.hot)
+    return job.family.training.init(key, job.config, job.params, job.hot)
 
 
 def _told(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:

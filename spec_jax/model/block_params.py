@@ -157,19 +157,17 @@ class BlockConfig(head_params.HeadConfig):
             )
         if self.confidence_with_markov and not self.has_confidence:
             raise ValueError("confidence_with_markov, but there is no confidence head")
-        scales = self.confidence_temperatures
-        is_positive = np.isfinite(scales).all() and min(scales, default=1) > 0
-        if scales and (len(scales) != self.num_drafts or not is_positive):
-            raise ValueError(
-                f"confidence_temperatures={scales} must be {self.num_drafts} finite "
-                "numbers above 0, one for each draft of a block"
-            )
-        shifts = self.confidence_shifts
-        if shifts and (len(shifts) != self.num_drafts or not np.isfinite(shifts).all()):
-            raise ValueError(
-                f"confidence_shifts={shifts} must be {self.num_drafts} finite numbers, "
-                "one for each draft of a block"
-            )
+        for name, least, said in (
+            ("confidence_temperatures", 0.0, " above 0"),
+            ("confidence_shifts", -np.inf, ""),
+        ):
+            numbers, count = getattr(self, name), self.num_drafts
+            is_good = all(least < number < np.inf for number in numbers)
+            if len(numbers) not in (0, count) or not is_good:
+                raise ValueError(
+                    f"{name}={numbers} must be {count} finite numbers{said}, one for "
+                    "each draft of a block"
+                )
         return self
 
     def shapes(self) -> "BlockParams":

@@ -26,7 +26,6 @@ from spec_jax.model import (
     block_draft,
     block_heads,
     block_params,
-    config as config_lib,
     head_params,
     params as params_lib,
     sequence,
@@ -104,7 +103,6 @@ def draftable(hot: jax.Array | None, vocab_size: int) -> np.ndarray | None:
 def init(
     key: jax.Array,
     config: block_params.BlockConfig,
-    target: config_lib.ModelConfig,
     params: params_lib.Params,
     hot: jax.Array | None,
 ) -> block_params.BlockParams:
@@ -112,7 +110,6 @@ def init(
 
     The final norm begins as the target's. Consumes `key`.
     """
-    config.check_target(target)
     own = {"embed": params.embed, "lm_head": params.head, "hot": hot}
     made = head_params.init(key, config, **own)
     if config.conv_group:

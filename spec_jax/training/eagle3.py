@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.model import (
-    config as config_lib,
     eagle3,
     eagle3_params,
     head_params,
@@ -27,7 +26,6 @@ STEPS, DECAY = 7, 0.8
 def init(
     key: jax.Array,
     config: eagle3_params.Eagle3Config,
-    target: config_lib.ModelConfig,
     params: params_lib.Params,
     hot: jax.Array | None,
 ) -> eagle3_params.Eagle3Params:
@@ -39,7 +37,6 @@ def init(
     random hidden states have a spread of one: drafts begin without an opinion, in the
     place of a wrong one that takes a hundred steps to lose. Consumes `key`.
     """
-    config.check_target(target)
     embed, head = weights.matrix(params.embed), weights.matrix(params.head)
     if config.has_own_embed:
         embed, head = (_resized(x, config.hidden_size) for x in (embed, head))

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.model import (
-    config as config_lib,
     eagle3_parallel,
     eagle3_params,
     params as params_lib,
@@ -55,12 +54,11 @@ class Anchors(block.Anchors):
 def init(
     key: jax.Array,
     config: eagle3_params.Eagle3Config,
-    target: config_lib.ModelConfig,
     params: params_lib.Params,
     hot: jax.Array | None,
 ) -> eagle3_params.Eagle3Params:
     """Returns what `eagle3.init` does, with a `mask_hidden` of root mean square one."""
-    made = eagle3.init(key, config, target, params, hot)
+    made = eagle3.init(key, config, params, hot)
     mask: Any = made.mask_hidden
     return made.replace(mask_hidden=mask / jnp.sqrt(jnp.mean(mask**2)))
 

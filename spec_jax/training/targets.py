@@ -280,21 +280,17 @@ def draft_vocabulary(texts: Texts, *, size: int, vocab_size: int) -> np.ndarray 
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
-def store_of(
-    folder: pathlib.Path,
-    params: params_lib.Params,
-    config: config_lib.ModelConfig,
-    taps: tuple[int, ...],
-) -> stores.Store:
-    """Opens a cache of this target's outputs, or begins one.
+def store_of(folder: pathlib.Path, outputs: Outputs) -> stores.Store:
+    """Opens a cache of such outputs, or begins one.
 
     Raises:
       ValueError: `folder` holds another target's, or of other taps.
     """
+    config, taps = outputs.config, outputs.taps
     return stores.Store(
         folder,
         described={
-            "target_sha256": fingerprint.of_params(params),
+            "target_sha256": fingerprint.of_params(outputs.params),
             "target_config": config_lib.to_dict(config),
             "taps": list(taps),
         },

@@ -219,7 +219,7 @@ texts = {
 }
 draw = block.Anchors(num_drafts=head.num_drafts, seed=0, count=4)
 batch = draw(texts, np.arange(16), 0)
-given = block.init(jax.random.key(0), head, config, params, None)
+given = block.init(jax.random.key(0), head, params, None)
 teacher, made = targets.teacher_of(params, None), {}
 loss = functools.partial(block.loss, head)
 for count in (1, 8):
