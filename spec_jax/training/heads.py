@@ -5,22 +5,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spec_jax.model import block_params, head_params
+from spec_jax.model import block_params
 from spec_jax.training import targets
 
 
-def trained(config: head_params.HeadConfig, head: Any) -> Any:
+def trained(config: Any, head: Any) -> Any:
     """Returns what is trained of a head, in float32: not what is the target's.
 
     Copies: the optimiser's step donates what it is given.
+
+    Args:
+      config: a `HeadConfig`; so everywhere here.
     """
     is_block = isinstance(config, block_params.BlockConfig)
-    is_targets = {
-        "hot": True,
-        "embed": not config.has_own_embed,
-        "lm_head": is_block or config.shares_head,
-    }
-    own = head.replace(**{name: None for name, is_ in is_targets.items() if is_})
+    own = head.replace(
+        hot=None,
+        embed=head.embed if config.has_own_embed else None,
+        lm_head=None if is_block or config.shares_head else head.lm_head,
+    )
     return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), own)
 
 
@@ -31,9 +33,7 @@ def complete(params: Any, teacher: targets.Teacher) -> Any:
     return params.replace(embed=embed, lm_head=head, hot=teacher.hot)
 
 
-def computing(
-    config: head_params.HeadConfig, params: Any, teacher: targets.Teacher
-) -> Any:
+def computing(config: Any, params: Any, teacher: targets.Teacher) -> Any:
     """Returns `complete` of trained weights in the dtype of the config."""
     dtype = config.layer.dtype
     return complete(jax.tree.map(lambda leaf: leaf.astype(dtype), params), teacher)

@@ -143,6 +143,14 @@ def test_an_embedding_of_its_own_is_kept(tmp_path):
         layouts.load(tmp_path, case)
 
 
+def test_a_rounded_embedding_is_known_by_its_copy(tmp_path):
+    """Fails if a head is taken for another target's because the target has blocks."""
+    layouts.save(tmp_path, "deepspec eagle3")
+    rounded = params_lib.to_bytes(layouts.target_params())
+    found = eagle3_files.load(tmp_path, TARGET, rounded)[1]
+    assert found.embed is rounded.embed
+
+
 def test_a_shared_projection_is_rows_of_the_target(tmp_path):
     """Fails if it is in the file, too, or is not the draft tokens' rows of another
     target, in the head's own dtype."""
