@@ -9,8 +9,8 @@ from model import head_layouts as layouts
 from model.head_layouts import CASES, DFLASH, EAGLE, ORIGIN, TARGET, with_heads
 
 from spec_jax.model import (
-    block_config_keys,
     block_dialects,
+    block_files,
     block_params,
     checkpoint_files as files,
     config as config_lib,
@@ -25,7 +25,7 @@ def nested(**changes):
 
 def to_dict(config, dialect, origin=ORIGIN):
     """Returns the object that `config.json` holds."""
-    kind = block_config_keys if layouts.is_block(config) else eagle3_dialects
+    kind = block_files if layouts.is_block(config) else eagle3_dialects
     return kind.to_dict(config, dialect, origin)
 
 
