@@ -110,8 +110,9 @@ def init(
 
     The final norm begins as the target's. Consumes `key`.
     """
-    own = {"embed": params.embed, "lm_head": params.head, "hot": hot}
-    made = head_params.init(key, config, **own)
+    made = head_params.init(
+        key, config, embed=params.embed, lm_head=params.head, hot=hot
+    )
     if config.conv_group:
         layers = [
             layer.replace(

@@ -194,8 +194,7 @@ class Outputs:
             padded = np.pad(final, ((0, -len(final) % BUCKET), (0, 0)))
             made = jax.device_get(_choices(weights.matrix(self.params.head), padded))
             found = np.empty((len(final), 1), _CHOICES)
-            for name, array in zip(_CHOICES.names, made, strict=True):
-                found[name] = array[: len(final), None]
+            found["best"], found["normalizer"] = (x[: len(final), None] for x in made)
             if kept is not None:
                 kept.add(text, found)
         return found["best"][:, 0], found["normalizer"][:, 0]
