@@ -17,6 +17,7 @@ from spec_jax.model import (
     eagle3_files,
     eagle3_params,
     head_dialects,
+    head_params,
     load,
     params as params_lib,
     save as save_lib,
@@ -99,7 +100,7 @@ def write_head(
     )
     hot = jnp.arange(64, dtype=jnp.int32) * 4
     key = jax.random.key(seed)
-    made = eagle3_params.init(key, head, embed=params.embed, hot=hot, stddev=0.3)
+    made = head_params.init(key, head, embed=params.embed, hot=hot, stddev=0.3)
     origin = head_dialects.Origin(target=layer)
     eagle3_files.save(folder, head, made, dialect="midlayer", origin=origin)
     return folder
@@ -121,7 +122,7 @@ def write_block(
         **(heads if kind == "dspark" else {}),
     ).validate()
     key = jax.random.key(seed)
-    made = block_params.init(
+    made = head_params.init(
         key, head, embed=params.embed, lm_head=params.head, stddev=0.3
     )
     origin = head_dialects.Origin(target=layer)

@@ -12,7 +12,7 @@ from experiments.heads import families, jobs
 from experiments.lib import cli
 from spec_jax import testing
 from spec_jax.model import fingerprint, head_dialects
-from spec_jax.training import eagle3, loop
+from spec_jax.training import eagle3, heads, loop
 
 
 CARD = pathlib.Path(__file__).with_name("card.md")
@@ -48,7 +48,7 @@ def export(args: argparse.Namespace) -> None:
         if name.startswith("held_out_")
     }
     narrow = jax.tree.map(lambda leaf: leaf.astype(job.target.dtype), trained)
-    drafter = job.family.training.complete(narrow, job.teacher)
+    drafter = heads.complete(narrow, job.teacher)
     warn(job.config, dialect)
     job.family.files.save(
         args.out,
@@ -109,13 +109,14 @@ def _text_of(flags: Mapping[str, Any]) -> str:
 
 def warn(config: Any, dialect: str) -> None:
     """Warns if other programs will refuse a head, because it is written as Llama's."""
-    width, heads = config.hidden_size, config.layer.num_heads
+    width, num_heads = config.hidden_size, config.layer.num_heads
     is_llama = dialect != "deepspec" and not getattr(config, "has_head_norms", True)
-    if is_llama and width % heads:
+    if is_llama and width % num_heads:
         print(
-            f"warning: a head of width {width} with {heads} attention heads is written "
-            "as model_type llama, and transformers 5.24 opens no such config unless "
-            "the width is a multiple of the heads; nor do programs that read it so",
+            f"warning: a head of width {width} with {num_heads} attention heads is "
+            "written as model_type llama, and transformers 5.24 opens no such config "
+            "unless the width is a multiple of the heads; nor do programs that read it "
+            "so",
             file=sys.stderr,
         )
 

@@ -54,7 +54,7 @@ the flag; `shape` has the other flags."""
 class Family:
     """The properties of a family; its flags are those of `train_drafter.py`."""
 
-    training: types.ModuleType  # has `init`, `loss`, `measure` and `complete`
+    training: types.ModuleType  # has `init`, `loss` and `measure`
     files: types.ModuleType  # has `load` and `save`
     dialects: types.ModuleType  # has `read_config`, `check_config` and `WHOLE`
     dialect: str  # the published format unless another is named
@@ -176,14 +176,10 @@ def shape(family: str, config: Any) -> dict[str, Any]:
 
 
 def _anchors(args, config, hot) -> block.Anchors:
-    return block.anchors_of(
-        config, seed=args.seed, count=args.anchors, decay=args.decay, hot=hot
-    )
-
-
-def _peagle_anchors(args, config, hot) -> peagle.Anchors:
-    return peagle.Anchors(
-        num_drafts=args.ttt_steps,
+    is_parallel = args.family == "peagle"
+    kind = peagle.Anchors if is_parallel else block.Anchors
+    return kind(
+        num_drafts=args.ttt_steps if is_parallel else config.num_drafts,
         seed=args.seed,
         count=args.anchors,
         decay=args.decay,
@@ -237,7 +233,7 @@ FAMILIES = {
         config=_eagle3,
         of_loss=_steps,
         of_measure=_steps,
-        draw=_peagle_anchors,
+        draw=_anchors,
     ),
     **dict.fromkeys(
         ("dflash", "dflash2"),

@@ -18,7 +18,7 @@ import numpy as np
 from experiments.heads import families
 from experiments.lib import cli, files, terminal
 from spec_jax.model import config as config_lib, params as params_lib
-from spec_jax.training import batches, loop, store as store_lib, targets
+from spec_jax.training import heads, loop, store as store_lib, targets
 
 
 FLAGS, SCALE = "flags.json", "feature_scale.npy"  # in `--work`
@@ -49,7 +49,7 @@ class Job:
     family: families.Family
     config: Any  # the drafter's, of a type of the family
     hot: jax.Array | None
-    online: targets.Online
+    online: targets.Outputs
     base: Any  # the drafter of `--base`, or None
     scale: np.ndarray | None  # of the features, see `targets.scale_of`
 
@@ -81,7 +81,7 @@ def prepare(args: argparse.Namespace) -> Job:
         family=family,
         config=config,
         hot=None if hot is None else jnp.asarray(hot),
-        online=targets.Online(
+        online=targets.Outputs(
             texts=texts,
             params=params,
             config=target,
@@ -108,10 +108,10 @@ def cache(args: argparse.Namespace) -> None:
         targets.write(store, online, after_text=advance)
 
 
-def store_of(args: argparse.Namespace, online: targets.Online) -> store_lib.Store:
+def store_of(args: argparse.Namespace, online: targets.Outputs) -> store_lib.Store:
     """Returns the cache of features on disk, which is beside the texts."""
     folder = texts_path(args).with_name("cache")
-    return targets.store_of(folder, online.params, online.config, online.taps)
+    return targets.store_of(folder, online)
 
 
 def recipe(args: argparse.Namespace) -> loop.Recipe:
@@ -131,10 +131,10 @@ def recipe(args: argparse.Namespace) -> loop.Recipe:
 def init(args: argparse.Namespace, job: Job) -> loop.Params:
     """Returns the first weights: random ones, or those of `--base`."""
     if job.base is not None:
-        found = job.family.training.trained(job.config, job.base)
+        found = heads.trained(job.config, job.base)
         return found if job.scale is None else rescaled(found, 1 / job.scale)
     key = jax.random.key(args.seed)
-    return job.family.training.init(key, job.config, job.target, job.params, job.hot)
+    return job.family.training.init(key, job.config, job.params, job.hot)
 
 
 def _told(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
@@ -233,9 +233,9 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
     if args.compute:  # The dtype of the products.
         layer = dataclasses.replace(config.layer, dtype=args.compute)
         config = dataclasses.replace(config, layer=layer)
-    data: batches.Data = job.online
+    data = job.online
     if args.targets == "cache":
-        data = targets.Cached.of(store_of(args, job.online), job.online)
+        data = targets.cached(data, store_of(args, data))
     held_out = num_held_out(args, job.online.texts)
     if len(data) < held_out + args.batch:
         raise ValueError(
@@ -244,7 +244,7 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
         )
     first = len(data) - held_out
     keep_flags(args)
-    train_data = targets.Part(data=data, first=0, count=first)
+    train_data = data.part(slice(first))
     if not loop.num_steps(args.work):
         np.save(args.work / SCALE, targets.scale_of(train_data))
         job = dataclasses.replace(job, scale=_scale(args))
@@ -255,7 +255,7 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
             init(args, job),
             _bound(family.training.loss, config, tuple(of_loss.items())),
             train_data,
-            targets.Part(data=data, first=first, count=held_out),
+            data.part(slice(first, None)),
             args.work,
             teacher=_cast(job.teacher, config.layer.dtype),
             measure=_bound(

@@ -23,6 +23,7 @@ from spec_jax.model import (
     block_params,
     config as config_lib,
     eagle3_params,
+    head_params,
     params as params_lib,
     row_model,
 )
@@ -257,8 +258,7 @@ def _head_weights(
     """Returns random weights of a head, with the target's embedding and, if it has all
     of its tokens, its output matrix; or their shapes."""
     is_eagle3 = isinstance(config, eagle3_params.Eagle3Config)
-    module = eagle3_params if is_eagle3 else block_params
-    shapes = module.shapes(config)
+    shapes = config.shapes()
     if as_shapes:
         return shapes
     shared = {"embed": target.embed, "hot": None}
@@ -268,7 +268,7 @@ def _head_weights(
         shared["lm_head"] = target.head
     own = shapes.replace(**dict.fromkeys(shared))
     _check_noise(own, config.layer.dtype)
-    made = module.prepare(noise.of_shapes(own, seed=1), impl, form=form)
+    made = head_params.prepare(noise.of_shapes(own, seed=1), impl, form=form)
     return made.replace(**shared)
 
 

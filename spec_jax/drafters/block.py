@@ -31,7 +31,13 @@ from spec_jax.drafters import (
     tree_shapes,
 )
 from spec_jax.engine import protocols, rows as rows_lib, windows
-from spec_jax.model import block_draft, block_files, block_heads, block_params
+from spec_jax.model import (
+    block_draft,
+    block_files,
+    block_heads,
+    block_params,
+    head_params,
+)
 from spec_jax.ops import dispatch
 from spec_jax.paging import index
 
@@ -129,7 +135,7 @@ class SlotBlock(features_lib.SlotReader):
 
     def _draft(self, params, memory, tokens, draw, *, gamma, asked, is_full):
         """Drafts from one block for each slot; none where a block finds no room."""
-        params = block_params.prepare(params, self.drafter.model.impl)
+        params = head_params.prepare(params, self.drafter.model.impl)
         ring = memory.ring
         goal = jnp.where(asked | is_full, ring.end, ring.first)
         memory, _ = self._take_in_ring(params, memory, tokens, goal=goal)

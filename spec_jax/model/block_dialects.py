@@ -31,17 +31,15 @@ WHOLE: tuple[Dialect, ...] = ("z-lab", "deepspec", "specforge")
 """Layouts whose drafters draft every token of the target's."""
 
 DFLASH2 = "DFlash2DraftModel"
-ARCHITECTURES: dict[str, Dialect] = {
-    "DFlashDraftModel": "z-lab",
-    "Qwen3DSparkModel": "deepspec",
-    "DSparkDraftModel": "specforge",
-    "DFlashSpeculator": "speculators",
-    "DSparkSpeculator": "speculators",
-    DFLASH2: "z-lab",  # Speculators', where the config has `TYPE`.
+ARCHITECTURES: dict[str, head_dialects.Architecture] = {
+    "DFlashDraftModel": ("dflash", "speculators", "z-lab"),
+    "Qwen3DSparkModel": (None, None, "deepspec"),
+    "DSparkDraftModel": ("dspark", "speculators", "specforge"),
+    "DFlashSpeculator": ("dflash", "speculators", None),
+    "DSparkSpeculator": ("dspark", "speculators", None),
+    DFLASH2: ("dflash2", "speculators", "z-lab"),
 }
-TYPE = "speculators_model_type"
-"""The key by which speculators names a kind of drafter."""
-_TYPES = ("dflash", "dspark", "dflash2")
+_WHAT = "layout of DFlash or DSpark"
 CONV_TAPS = 2  # of a convolution's kernel
 
 SLOTS: Mapping[str, block_params.Slots] = {
@@ -108,26 +106,10 @@ def kind_of(raw: Mapping[str, Any]) -> str:
     Raises:
       ValueError: as `read_config`.
     """
-    said = _own_keys(raw, _dialect_of(raw))
+    said = _own_keys(raw, head_dialects.dialect_of(raw, ARCHITECTURES, _WHAT)[0])
     is_dspark = _head(said)[0] in block_params.DSPARK_HEADS
     is_dspark |= _flag(said, "enable_confidence_head")
     return "dspark" if is_dspark else "dflash"
-
-
-def _dialect_of(raw: Mapping[str, Any]) -> Dialect:
-    """Finds the layout of a config."""
-    what = "layout of DFlash or DSpark"
-    name = head_dialects.architecture(raw, ARCHITECTURES, what)
-    kind = raw.get(TYPE)
-    if kind is None and ARCHITECTURES[name] != "speculators":
-        return ARCHITECTURES[name]
-    is_other = (kind == "dflash2") != (name == DFLASH2)
-    if kind not in _TYPES or is_other or not name.lower().startswith(kind):
-        raise ValueError(
-            f"{TYPE}={reprlib.repr(kind)} with architectures={[name]}: known are "
-            f"{', '.join(_TYPES)}, each with its own architecture"
-        )
-    return "speculators"
 
 
 def _own_keys(raw: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
@@ -164,7 +146,7 @@ def _from_dict(
     raw: dict[str, Any], target: config_lib.ModelConfig, dtype: str
 ) -> tuple[Dialect, block_params.BlockConfig]:
     """Returns what a file's contents say, of the weights' dtype."""
-    dialect = _dialect_of(raw)
+    dialect, kind = head_dialects.dialect_of(raw, ARCHITECTURES, _WHAT)
     said = _own_keys(raw, dialect)
     stated, layer, draft_vocab_size, width = head_dialects.sizes(
         raw, dialect, target, dtype, is_whole=dialect in WHOLE
@@ -185,10 +167,10 @@ def _from_dict(
         slides=_flag(said, "use_swa"),
         window=said.get("swa_window_size"),
     )
-    if raw.get(TYPE) == "dflash2":  # The default of its class.
+    if kind == "dflash2" and dialect == "speculators":  # The default of its class.
         said.setdefault("sliding_window_non_causal", True)
     head, rank = _head(said)
-    if head == "none" and DFLASH2 in raw["architectures"]:
+    if head == "none" and kind == "dflash2":
         raise ValueError(f"{DFLASH2} without selector_rank: state it")
     has_confidence = _flag(said, "enable_confidence_head")
     with_markov = _flag(said, "confidence_head_with_markov", default=rank > 0)
@@ -197,7 +179,7 @@ def _from_dict(
         draft_vocab_size=draft_vocab_size,
         taps=_taps(raw, said, dialect, target, layer.num_layers),
         block_size=_whole(said, "block_size"),
-        slots=_slots(raw, said, dialect),
+        slots=_slots(said, dialect, kind),
         mask_token_id=_whole(said, "mask_token_id"),
         head=head,
         markov_rank=rank,
@@ -228,14 +210,9 @@ def _attention_of(
     layout it covers the context only and is the same for all rows of a block, as in
     its trainer.
     """
-    flags = {_flag(said, key) for key in _CAUSAL_FLAGS if key in said}
-    if len(flags) > 1:
-        shown = ", ".join(f"{key}={said[key]}" for key in _CAUSAL_FLAGS if key in said)
-        raise ValueError(f"{shown} contradict each other: remove the wrong one")
+    flag = head_dialects.agreed(said, _CAUSAL_FLAGS, bool)
     slides_causal = not _flag(said, "sliding_window_non_causal")
-    is_causal = lambda window: (
-        next(iter(flags)) if flags else window > 0 and slides_causal
-    )
+    is_causal = lambda window: window > 0 and slides_causal if flag is None else flag
     layers = tuple(
         block_params.LayerAttention(
             window=window,
@@ -304,17 +281,15 @@ def _conv_group(said: Mapping[str, Any]) -> int:
 
 
 def _slots(
-    raw: Mapping[str, Any], said: Mapping[str, Any], dialect: Dialect
+    said: Mapping[str, Any], dialect: Dialect, kind: str | None
 ) -> block_params.Slots:
     """Returns which token a slot predicts, by a flag or by the layout."""
-    flags = {_flag(said, key) for key in _ANCHOR_FLAGS if key in said}
-    if len(flags) > 1:
-        raise ValueError(f"{' and '.join(_ANCHOR_FLAGS)} contradict each other")
-    if flags:
-        return "anchor-first" if flags.pop() else "fill-in"
+    is_first = head_dialects.agreed(said, _ANCHOR_FLAGS, bool)
+    if is_first is not None:
+        return "anchor-first" if is_first else "fill-in"
     if dialect != "speculators":
         return SLOTS[dialect]
-    if raw[TYPE] == "dspark":
+    if kind == "dspark":
         raise ValueError(
             "no sample_from_anchor, and both kinds of DSpark are published so: state "
             "true where slot 0 predicts the token after the anchor"

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spec_jax.model import block_params, decoder, rotary, sequence
+from spec_jax.model import block_params, decoder, head_params, sequence
 from spec_jax.native import block_steps
 from spec_jax.ops import (
     dispatch,
@@ -66,7 +66,7 @@ def append_context(
             f"features of width {features.shape[1]}: the drafter reads "
             f"{config.features_size} (taps={config.taps} of the target)"
         )
-    params, layer = block_params.prepare(params, impl), config.layer
+    params, layer = head_params.prepare(params, impl), config.layer
     dtype = params.final_norm.dtype
     angles = decoder.row_angles(layer, rows.positions, dtype=dtype, impl=impl)
     if dispatch.is_fused(impl):
@@ -119,7 +119,7 @@ def forward_block(
       The cache; the rows' hidden states, after the final norm; and float32 logits, of
       draft tokens.
     """
-    params = block_params.prepare(params, impl)
+    params = head_params.prepare(params, impl)
     layer = config.layer
     dtype, eps = params.final_norm.dtype, layer.rms_norm_eps
     if dispatch.is_fused(impl) and config.is_one_call:
@@ -256,14 +256,10 @@ def forward_sequence(
     (B, T), A, S = tokens.shape, anchors.shape[1], config.block_size
     N, K, H = layer.num_heads, layer.num_kv_heads, layer.head_dim
     dtype = params.final_norm.dtype
-    table, angle_scale = rotary.rope_table(layer)
-    frequencies = jnp.asarray(table)
 
     def heads(x, weight, norm, positions):
-        x = sequence.norm(
-            sequence.matmul(x, weight).reshape(*positions.shape, -1, H), norm, eps
-        )
-        return rope.rope(x, positions, frequencies, scale=angle_scale)
+        x = sequence.matmul(x, weight).reshape(*positions.shape, -1, H)
+        return sequence.turned(x, norm, layer, positions)
 
     def keys_values(x, weight, positions):
         k, v = jnp.split(weights.matrix(weight.kv), 2)

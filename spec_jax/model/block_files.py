@@ -1,25 +1,21 @@
 """Reads and writes published folders of DFlash, DSpark and DFlash2.
 
-Knows the tensors' names; `block_dialects` knows the four layouts of `config.json`.
+Knows the tensors' names, and writes `config.json` as each layout's own code does;
+`block_dialects` reads it back.
 """
 
-import pathlib
-
-import jax.numpy as jnp
+from typing import Any
 
 from spec_jax.model import (
-    block_config_keys,
     block_dialects as dialects,
     block_params,
-    checkpoint_files as files,
+    config as config_lib,
+    head_dialects,
     head_files,
     params as params_lib,
 )
 
 
-_PREFIX = "logit_head."  # Early files of SpecForge have it before their names.
-_MASK = "mask_embedding.pt"
-_BIAS = "confidence_head.proj.bias"
 _NAMES = {
     **head_files.NAMES,
     **params_lib.layer_names("layers.{0}."),
@@ -27,7 +23,7 @@ _NAMES = {
     "markov.embed": "markov_head.markov_w1",
     "markov.out": "markov_head.markov_w2",
     "confidence": "confidence_head.proj",
-    "confidence_bias": _BIAS,
+    "confidence_bias": "confidence_head.proj.bias",
     **{
         f"layers.{x}_conv.{field}": f"layers.{{0}}.{x}_conv.{name}"
         for x in ("attention", "mlp")
@@ -42,70 +38,114 @@ _SELECTOR = {
 _MIXES = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}
 
 
-def _open(folder, dialect, config, target, target_params):
-    """Implements `head_files.Family.open`."""
-    entries = _find(folder, dialect)
-    is_whole = config.draft_vocab_size == config.layer.vocab_size
-    names = _names(config, with_embed=False, with_lm_head=not is_whole)
-    given = {"embed": target_params.embed}
-    copies = {head_files.EMBED: target_params.embed}
-    if is_whole:
-        given["lm_head"] = copies[head_files.LM_HEAD] = target_params.head
-    if config.has_confidence and _BIAS not in entries:  # Some files lack it.
-        given["confidence_bias"] = jnp.zeros((1,), config.layer.dtype)
-        names = names.replace(confidence_bias=None)
-    head_files.check_entries(folder, entries, names, config, optional=copies)
-    for name, ours in copies.items():
-        if name not in entries or head_files.is_copy(entries, name, ours):
-            continue
-        if not head_files.is_rounded(entries, name, ours):
-            raise files.CheckpointError(
-                f"{folder}: {name} is not the target's: it is a drafter for another "
-                "target"
-            )
-    return entries, names, given
-
-
-def _find(folder: pathlib.Path, dialect: str) -> dict[str, files.Entry]:
-    """Finds a folder's tensors by the names that all layouts share."""
-    if (folder / _MASK).exists():
-        raise files.CheckpointError(
-            f"{folder / _MASK}: drafters whose mask has an embedding of its own are "
-            "not supported"
-        )
-    entries = head_files.find(folder)
-    if dialect != "specforge":
-        return entries
-    return {name.removeprefix(_PREFIX): entry for name, entry in entries.items()}
-
-
-def _names(
-    config: block_params.BlockConfig, *, with_embed: bool, with_lm_head: bool
+def _parts(
+    config: block_params.BlockConfig, dialect: str, shapes: block_params.BlockParams
 ) -> block_params.BlockParams:
-    """Returns `BlockParams` of `params.Parts`: the tensors that arrays are made of."""
-    shapes = block_params.shapes(config).replace(hot=None)
-    shapes = shapes if with_embed else shapes.replace(embed=None)
-    shapes = shapes if with_lm_head else shapes.replace(lm_head=None)
+    """Implements `head_files.Family.names`: all layouts have the same."""
+    del dialect
     mix = _MIXES.get(config.head, "")
     names = _NAMES | {"markov.mix": mix, "markov.mix_bias": f"{mix}.bias"}
     names |= _SELECTOR if config.head == "selector" else {}
     return params_lib.parts(shapes, names, config.layer)
 
 
-def _saved_names(config, dialect, copies):
-    """Implements `head_files.Family.names`."""
-    has_copies = copies and dialect == "deepspec"
-    has_own = config.draft_vocab_size < config.layer.vocab_size
-    return _names(config, with_embed=has_copies, with_lm_head=has_copies or has_own)
+def _of_heads(
+    head: block_params.BlockConfig, dialect: dialects.Dialect
+) -> dict[str, Any]:
+    """Returns the keys of what chooses the tokens of slots."""
+    if head.head == "selector":
+        return {
+            "conv_kernel_size": dialects.CONV_TAPS,
+            "conv_group_size": head.conv_group,
+            "selector_rank": head.markov_rank,
+            "selector_top_k": head.top_k,
+        }
+    if dialect == "z-lab" or (dialect == "speculators" and not head.has_dspark_heads):
+        return {}  # DFlash's: the other layouts state that there are no heads.
+    with_markov = head.confidence_with_markov
+    keys: dict[str, Any] = {
+        "markov_rank": head.markov_rank,
+        "markov_head_type": head.head if head.markov_rank else None,
+        "enable_confidence_head": head.has_confidence,
+        "confidence_head_with_markov": with_markov if head.has_confidence else None,
+    }
+    if dialect == "specforge":
+        is_mha = head.layer.num_heads == head.layer.num_kv_heads
+        keys |= {
+            "attention_mode": "mha" if is_mha else "gqa",
+            "confidence_head_alpha": float(head.has_confidence),
+            "projector_type": "dspark",
+        }
+    return keys
+
+
+def to_dict(
+    head: block_params.BlockConfig,
+    dialect: dialects.Dialect,
+    origin: head_dialects.Origin,
+) -> dict[str, Any]:
+    """Returns the `config.json` that `read_config` reads back."""
+    is_selector, has_heads = head.head == "selector", head.has_dspark_heads
+    names = [
+        name
+        for name, (_, typed, bare) in dialects.ARCHITECTURES.items()
+        if dialect == (bare or typed)
+    ]
+    # Speculators has two.
+    name = dialects.DFLASH2 if is_selector else names[-1 if has_heads else 0]
+    of_heads = _of_heads(head, dialect)
+    flat = {
+        "num_target_layers": origin.target.num_layers,
+        "block_size": head.block_size,
+        "tie_word_embeddings": False,
+    }
+    inner = {
+        "mask_token_id": head.mask_token_id,
+        "target_layer_ids": [tap - 1 for tap in head.taps],
+    }
+    causal, is_first = dialects.causal_flag(head), head.slots == "anchor-first"
+    windows = [head.attention_of(i).window for i in range(head.layer.num_layers)]
+    layer = config_lib.to_dict(head.layer) | head_dialects.window_keys(windows)
+    own: dict[str, Any] = {"architectures": [name]}
+    if dialect == "speculators":
+        kind = "dflash2" if is_selector else "dspark" if has_heads else "dflash"
+        about = head_dialects.speculators_config(kind, head.num_drafts, origin)
+        own |= of_heads | {
+            head_dialects.TYPE: kind,
+            "speculators_config": about,
+            "transformer_layer_config": layer,
+            "draft_vocab_size": head.draft_vocab_size,
+            "block_size": head.block_size,
+            "mask_token_id": head.mask_token_id,
+            "aux_hidden_state_layer_ids": list(head.taps),
+            "sample_from_anchor": is_first,
+            "sliding_window_non_causal": (
+                causal is False or (False if is_selector else None)
+            ),
+            "torch_dtype": head.layer.dtype,
+        }
+        layer = {}
+    elif dialect == "deepspec":
+        own |= flat | inner | of_heads
+        own |= {"num_anchors": origin.num_anchors, "is_causal": causal}
+    else:
+        # Left out where it is the layout's default; llama.cpp reads the outer one.
+        is_usual = head.slots == dialects.SLOTS[dialect]
+        flag = {"sample_from_anchor": None if is_usual else is_first}
+        nested = of_heads | inner | flag
+        nested |= {"causal": causal, "causal_head": causal or None}
+        # No `auto_map`, which names a file of code that is not written.
+        own |= flat | flag | {"dflash_config": head_dialects.stated(nested)}
+    own |= {key: list(getattr(head, key)) or None for key in dialects.SCALINGS}
+    return layer | head_dialects.stated(own)
 
 
 FAMILY = head_files.Family(
-    shapes=block_params.shapes,
-    prepare=block_params.prepare,
     dialects=dialects,
-    to_dict=block_config_keys.to_dict,
-    names=_saved_names,
-    open=_open,
-    has_targets_dtype=True,
+    to_dict=to_dict,
+    names=_parts,
+    copies=("deepspec",),
+    is_targets=True,
+    zeros=("confidence_bias",),
 )
 load, save = FAMILY.load, FAMILY.save

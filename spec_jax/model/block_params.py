@@ -1,4 +1,4 @@
-"""A block drafter's config and weights: shapes, checks, random initialisation.
+"""A block drafter's config and weights: shapes and checks.
 
 DFlash, DSpark and DFlash2 share a backbone that runs a block of rows. DFlash has no
 sequential head, DSpark one of three, and DFlash2 a selector, and convolutions in its
@@ -7,18 +7,13 @@ the files.
 """
 
 import dataclasses
-import functools
 from typing import Any, Literal, Self, TypeVar, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from spec_jax import pytree
-from spec_jax.model import (
-    head_params,
-    params as params_lib,
-)
+from spec_jax.model import head_params
 from spec_jax.ops import weights
 
 
@@ -94,6 +89,11 @@ class BlockConfig(head_params.HeadConfig):
         return self.attention[layer] if self.attention else LayerAttention()
 
     @property
+    def shares_head(self) -> bool:
+        """Whether its output projection is the target's, for all tokens."""
+        return self.draft_vocab_size == self.layer.vocab_size
+
+    @property
     def is_one_call(self) -> bool:
         """Whether native kernels run a block in one call: its layers are plain."""
         return not self.attention and not self.conv_group
@@ -157,20 +157,49 @@ class BlockConfig(head_params.HeadConfig):
             )
         if self.confidence_with_markov and not self.has_confidence:
             raise ValueError("confidence_with_markov, but there is no confidence head")
-        scales = self.confidence_temperatures
-        is_positive = np.isfinite(scales).all() and min(scales, default=1) > 0
-        if scales and (len(scales) != self.num_drafts or not is_positive):
-            raise ValueError(
-                f"confidence_temperatures={scales} must be {self.num_drafts} finite "
-                "numbers above 0, one for each draft of a block"
-            )
-        shifts = self.confidence_shifts
-        if shifts and (len(shifts) != self.num_drafts or not np.isfinite(shifts).all()):
-            raise ValueError(
-                f"confidence_shifts={shifts} must be {self.num_drafts} finite numbers, "
-                "one for each draft of a block"
-            )
+        for name, least, said in (
+            ("confidence_temperatures", 0.0, " above 0"),
+            ("confidence_shifts", -np.inf, ""),
+        ):
+            numbers, count = getattr(self, name), self.num_drafts
+            is_good = all(least < number < np.inf for number in numbers)
+            if len(numbers) not in (0, count) or not is_good:
+                raise ValueError(
+                    f"{name}={numbers} must be {count} finite numbers{said}, one for "
+                    "each draft of a block"
+                )
         return self
+
+    def shapes(self) -> "BlockParams":
+        """Returns the weights as `jax.ShapeDtypeStruct`s."""
+        leaf, layer = self.leaf, self.layer
+        D, r, group = self.hidden_size, self.markov_rank, self.conv_group
+        conv = None
+        if group:
+            conv = Convolution(base=leaf(2, 2, D), kernels=leaf(4 * D // group, D))
+        block_layer = BlockLayer(
+            q=leaf(layer.attention_size, D),
+            kv=leaf(layer.qkv_size - layer.attention_size, D),
+            attention_conv=conv,
+            mlp_conv=conv,
+            **self._layer_shapes(),
+        )
+        mixes = {"gated": (r, D + r), "rnn": (3 * r, 2 * r + D), "selector": (r, D)}
+        mix = mixes.get(self.head)
+        markov = Markov(
+            embed=leaf(layer.vocab_size, r),
+            out=leaf(self.draft_vocab_size, r),
+            mix=leaf(*mix) if mix else None,
+            mix_bias=leaf(mix[0]) if mix and self.head != "selector" else None,
+        )
+        width = D + r * self.confidence_with_markov
+        return BlockParams(
+            **self._outer_shapes(),
+            layers=(block_layer,) * layer.num_layers,
+            markov=markov if self.head != "none" else None,
+            confidence=leaf(1, width) if self.has_confidence else None,
+            confidence_bias=leaf(1) if self.has_confidence else None,
+        )
 
     def _check_attention(self) -> None:
         num_layers, count = self.layer.num_layers, len(self.attention)
@@ -235,97 +264,7 @@ class BlockParams(pytree.Node):
     embed: weights.Weight  # [V, D]; the target's array
 
 
-def shapes(config: BlockConfig) -> BlockParams:
-    """Returns the `BlockParams` of `config` as `jax.ShapeDtypeStruct`s."""
-    layer = config.layer
-    dtype = jnp.dtype(layer.dtype)
-    D, r = config.hidden_size, config.markov_rank
-    V, Vd = layer.vocab_size, config.draft_vocab_size
-
-    def leaf(*shape: int, dtype=dtype) -> Any:  # in the place of an array
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    conv = None
-    if config.conv_group:
-        conv = Convolution(
-            base=leaf(2, 2, D), kernels=leaf(4 * D // config.conv_group, D)
-        )
-    block_layer = BlockLayer(
-        q=leaf(layer.attention_size, D),
-        kv=leaf(layer.qkv_size - layer.attention_size, D),
-        attention_conv=conv,
-        mlp_conv=conv,
-        **head_params.layer_shapes(layer),
-    )
-    mixes = {"gated": (r, D + r), "rnn": (3 * r, 2 * r + D), "selector": (r, D)}
-    mix = mixes.get(config.head)
-    markov = Markov(
-        embed=leaf(V, r),
-        out=leaf(Vd, r),
-        mix=leaf(*mix) if mix else None,
-        mix_bias=leaf(mix[0]) if mix and config.head != "selector" else None,
-    )
-    width = D + r * config.confidence_with_markov
-    return BlockParams(
-        fc=leaf(D, config.features_size),
-        hidden_norm=leaf(D),
-        layers=(block_layer,) * layer.num_layers,
-        final_norm=leaf(D),
-        markov=markov if config.head != "none" else None,
-        confidence=leaf(1, width) if config.has_confidence else None,
-        confidence_bias=leaf(1) if config.has_confidence else None,
-        hot=leaf(Vd, dtype=jnp.dtype(jnp.int32)) if Vd < V else None,
-        lm_head=leaf(Vd, D),
-        embed=leaf(V, D),
-    )
-
-
 def bare(hot: jax.Array | None) -> BlockParams:
     """Returns params with nothing but `hot`: enough for slots without heads."""
     nothing: Any = dict.fromkeys(each.name for each in dataclasses.fields(BlockParams))
     return BlockParams(**nothing | {"hot": hot})
-
-
-def init(
-    key: jax.Array,
-    config: BlockConfig,
-    *,
-    embed: weights.Weight,
-    lm_head: weights.Weight,
-    hot: jax.Array | None = None,
-    stddev: float = 0.02,
-) -> BlockParams:
-    """Returns random weights, normal with `stddev`; norms are one, biases are zero.
-
-    Args:
-      key: consumed.
-      embed, lm_head: the target's.
-      hot: the target's token of each draft token, ascending; None: the first ones.
-    """
-    made, hot = shapes(config.validate()), config.hot_tokens(hot)
-    if made.hot is not None:
-        lm_head = weights.matrix(lm_head)[hot]
-    given = {"embed": embed, "lm_head": lm_head, "hot": hot}
-    return head_params.draw(key, made, stddev=stddev, **given)
-
-
-def prepare(params: BlockParams, impl: str, *, form: str | None = None) -> BlockParams:
-    """Returns the weights as the kernels of a resolved `impl` read them.
-
-    Call it once, where they are loaded: inside a step it runs at every step.
-
-    Args:
-      form: of matrices, as `params.prepare_matrices` takes it.
-    """
-    prepare_matrices = functools.partial(
-        params_lib.prepare_matrices, impl=impl, form=form
-    )
-    # Kernels multiply neither by tables whose rows are looked up nor by a single row.
-    markov = params.markov
-    if markov is not None:
-        products = prepare_matrices(markov.replace(embed=None))
-        markov = products.replace(embed=markov.embed)
-    others = params.replace(embed=None, markov=None, confidence=None)
-    return prepare_matrices(others).replace(
-        embed=params.embed, markov=markov, confidence=params.confidence
-    )

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax import pytree
-from spec_jax.model import decoder, eagle3_params, sequence
+from spec_jax.model import decoder, eagle3_params, head_params, sequence
 from spec_jax.native import draws as draws_lib, head_steps
 from spec_jax.ops import (
     causal_attention,
@@ -65,7 +65,7 @@ def forward_rows(
       ValueError: features of another width.
     """
     _check_width(config, features)
-    params = eagle3_params.prepare(params, impl)
+    params = head_params.prepare(params, impl)
     g = _fuse(params, config, features, num_active=rows.num_active, impl=impl)
     if dispatch.is_fused(impl) and not config.is_parallel:
         at, dtype = rows.positions, g.dtype
@@ -171,7 +171,7 @@ def run_chains(
       The cache; drafts, tokens of the target; and, for independent draws, the log
       weights of draft tokens from which they were drawn, otherwise None.
     """
-    params = eagle3_params.prepare(params, "native")
+    params = head_params.prepare(params, "native")
     (S, W), flat = tokens.shape, features.reshape(tokens.size, -1)
     # With one slot the first rows are the pending ones; with several they are apart.
     num_active = pending[0] if S == 1 else jnp.int32(S * W)
@@ -275,8 +275,7 @@ def forward_sequence(
     keys, values = [*(x.k for x in earlier), k], [*(x.v for x in earlier), v]
     own = [jnp.stack(x[1:], axis=2) for x in (keys, values)] if earlier else None
     attended = causal_attention.causal_attention(q, keys[0], values[0], own, **how)
-    h = residual + sequence.matmul(attended.reshape(B, T, -1), params.attention_out)
-    hidden = sequence.gated_mlp(params, h, eps=eps)
+    hidden = sequence.after_attention(params, residual, attended, eps=eps)
     normed = sequence.norm(hidden, params.final_norm, eps)
     return StepOutputs(
         hidden=normed if config.norm_output else hidden,

@@ -23,15 +23,16 @@ DIALECTS: tuple[str, ...] = get_args(Dialect)
 WHOLE: tuple[Dialect, ...] = ("deepspec",)
 """Dialects whose heads have the target's whole vocabulary."""
 
-ARCHITECTURES: dict[str, Dialect] = {
-    "LlamaForCausalLMEagle3": "midlayer",
-    "Eagle3LlamaForCausalLM": "midlayer",
-    "Eagle3Speculator": "speculators",
-    "Eagle3DraftModel": "speculators",
-    "Qwen3Eagle3Model": "deepspec",
-    # Parallel heads; one without speculators' type is SpecForge's, a midlayer.
-    "PEagleSpeculator": "speculators",
-    "PEagleDraftModel": "speculators",
+# Parallel heads without speculators' type are SpecForge's, midlayers.
+_PARALLEL = ("peagle", "speculators", "midlayer")
+ARCHITECTURES: dict[str, head_dialects.Architecture] = {
+    "LlamaForCausalLMEagle3": ("eagle3", "midlayer", "midlayer"),
+    "Eagle3LlamaForCausalLM": ("eagle3", "midlayer", "midlayer"),
+    "Eagle3Speculator": ("eagle3", "speculators", "speculators"),
+    "Eagle3DraftModel": ("eagle3", "speculators", "speculators"),
+    "Qwen3Eagle3Model": ("eagle3", "deepspec", "deepspec"),
+    "PEagleSpeculator": _PARALLEL,
+    "PEagleDraftModel": _PARALLEL,
 }
 _NAMES = {
     "midlayer": "LlamaForCausalLMEagle3",
@@ -39,11 +40,8 @@ _NAMES = {
     "deepspec": "Qwen3Eagle3Model",
 }
 """The architecture that is written, unless a head is parallel."""
-_PARALLEL = ("PEagleSpeculator", "PEagleDraftModel")
 _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Keys of the mask's token: one of speculators, two that vLLM reads in flat configs."""
-
-_TYPE = "speculators_model_type"
 
 _FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
 _SHARES = "load_lm_head_from_target"
@@ -57,14 +55,13 @@ def _from_dict(
     raw: dict[str, Any], target: config_lib.ModelConfig, dtype: str
 ) -> tuple[Dialect, eagle3_params.Eagle3Config]:
     """Returns what a file's contents say, of the weights' dtype."""
-    name = head_dialects.architecture(raw, ARCHITECTURES, "dialect of EAGLE-3")
-    dialect, is_parallel = ARCHITECTURES[name], name in _PARALLEL
-    if is_parallel and raw.get(_TYPE) is None:
-        dialect = "midlayer"
-    if raw.get(_TYPE) not in (None, "peagle" if is_parallel else "eagle3"):
+    what = "dialect of EAGLE-3"
+    dialect, kind = head_dialects.dialect_of(raw, ARCHITECTURES, what)
+    mask = head_dialects.agreed(raw, _MASKS, int) if kind == "peagle" else None
+    if kind == "peagle" and mask is None:
         raise ValueError(
-            f"{_TYPE}={reprlib.repr(raw[_TYPE])} with architectures={[name]}: of "
-            "parallel heads it is 'peagle', and of others 'eagle3'"
+            "no mask_token_id: state the token of the masks that the head was trained "
+            "with"
         )
     is_whole = dialect in WHOLE
     stated, layer, draft_vocab_size, width = head_dialects.sizes(
@@ -89,24 +86,13 @@ def _from_dict(
         has_head_norms=is_whole or is_qwen,
         window=window,
         shares_head=head_dialects.value(raw, _SHARES, bool, default=False),
-        mask_token_id=_mask_token(raw) if is_parallel else None,
+        mask_token_id=mask,
         **flags,
     )
 
 
 read_config = functools.partial(head_dialects.read_config, _from_dict)
 """Reads a head's `config.json`, see `head_dialects.read_config`."""
-
-
-def _mask_token(raw: Mapping[str, Any]) -> int:
-    """Reads the token of a parallel head's masks."""
-    found = {head_dialects.value(raw, k, int, default=None) for k in _MASKS if k in raw}
-    if len(found) != 1:
-        raise ValueError(
-            f"{', '.join(k for k in _MASKS if k in raw) or 'no mask_token_id'}: state "
-            "the token of the masks that the head was trained with, once"
-        )
-    return found.pop()
 
 
 def _taps(
@@ -215,7 +201,7 @@ def to_dict(
     else:
         about = head_dialects.speculators_config(kind, origin.ttt_length, origin)
         own |= {
-            _TYPE: kind,
+            head_dialects.TYPE: kind,
             "speculators_config": about,
             "mask_token_id": head.mask_token_id,
             "transformer_layer_config": layer,

@@ -69,15 +69,8 @@ def forward_sequence(
             q_mask, context, own, sees, numbers[None] <= numbers[:, None]
         )
         h, h_mask = (
-            _after_attention(weight, before, attended, eps)
+            sequence.after_attention(weight, before, attended, eps=eps)
             for before, attended in ((h, of_pairs), (h_mask, of_masks))
         )
     normed = [sequence.norm(y, params.final_norm, eps) for y in (h, h_mask)]
     return normed[0], normed[1]
-
-
-def _after_attention(weight, h, attended, eps):
-    """Returns the residual `[.., D]` after a layer whose attention gave `attended`."""
-    flat = attended.reshape(*h.shape[:-1], -1)
-    h = h + sequence.matmul(flat, weight.attention_out)
-    return sequence.gated_mlp(weight, h, eps=eps)

@@ -1,14 +1,13 @@
-"""An EAGLE-3 head's config and weights: shapes, checks, random initialisation.
+"""An EAGLE-3 head's config and weights: shapes and checks.
 
 A parallel head (P-EAGLE) also has a mask, and may have ordinary decoder layers after
 the first. `eagle3` computes with the weights, and `eagle3_files` reads the files.
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Self
 
 import jax
-import jax.numpy as jnp
 
 from spec_jax import pytree
 from spec_jax.model import config as config_lib, head_params, params as params_lib
@@ -39,11 +38,6 @@ class Eagle3Config(head_params.HeadConfig):
         """Upper bound of the positions before a row that it sees; None: all."""
         return self.window or None
 
-    @property
-    def has_own_embed(self) -> bool:
-        """Whether it must have an embedding: its width is not the target's."""
-        return self.hidden_size != self.target_hidden_size
-
     def validate(self) -> Self:
         """Returns the config itself; raises as `HeadConfig.validate`."""
         super().validate()
@@ -71,6 +65,24 @@ class Eagle3Config(head_params.HeadConfig):
                 "apart"
             )
         return self
+
+    def shapes(self) -> "Eagle3Params":
+        """Returns the weights as `jax.ShapeDtypeStruct`s."""
+        leaf, layer, D = self.leaf, self.layer, self.hidden_size
+        own = self._layer_shapes()
+        if not self.has_head_norms:
+            own |= {"q_norm": None, "k_norm": None}
+        later = params_lib.LayerParams(qkv=leaf(layer.qkv_size, D), **own)
+        features, taps = self.features_size, len(self.taps)
+        return Eagle3Params(
+            **self._outer_shapes(),
+            **own,
+            features_norm=leaf(features) if self.norm_before_fc else None,
+            fc_norms=(leaf(self.target_hidden_size),) * taps if self.fc_norm else None,
+            qkv=leaf(layer.qkv_size, 2 * D),
+            mask_hidden=leaf(1, 1, features) if self.is_parallel else None,
+            more=(later,) * (layer.num_layers - 1),
+        )
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
@@ -101,70 +113,3 @@ class Eagle3Params(pytree.Node):
     # A parallel head's: the features of masks, and the layers after the first.
     mask_hidden: jax.Array | None = None  # [1, 1, taps * Dt]
     more: tuple[params_lib.LayerParams, ...] = ()
-
-
-def shapes(config: Eagle3Config) -> Eagle3Params:
-    """Returns the `Eagle3Params` of `config` as `jax.ShapeDtypeStruct`s."""
-    layer = config.layer
-    dtype = jnp.dtype(layer.dtype)
-    D, Dt = config.hidden_size, config.target_hidden_size
-    V, Vd = layer.vocab_size, config.draft_vocab_size
-
-    def leaf(*shape: int, dtype=dtype) -> Any:  # in the place of an array
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    own = head_params.layer_shapes(layer)
-    if not config.has_head_norms:
-        own |= {"q_norm": None, "k_norm": None}
-    later = params_lib.LayerParams(qkv=leaf(layer.qkv_size, D), **own)
-    return Eagle3Params(
-        fc=leaf(D, config.features_size),
-        features_norm=leaf(config.features_size) if config.norm_before_fc else None,
-        fc_norms=(leaf(Dt),) * len(config.taps) if config.fc_norm else None,
-        hidden_norm=leaf(D),
-        qkv=leaf(layer.qkv_size, 2 * D),
-        **own,
-        final_norm=leaf(D),
-        lm_head=leaf(Vd, D),
-        hot=leaf(Vd, dtype=jnp.dtype(jnp.int32)) if Vd < V else None,
-        embed=leaf(V, D),
-        mask_hidden=leaf(1, 1, config.features_size) if config.is_parallel else None,
-        more=(later,) * (layer.num_layers - 1),
-    )
-
-
-def init(
-    key: jax.Array,
-    config: Eagle3Config,
-    *,
-    embed: weights.Weight,
-    hot: jax.Array | None = None,
-    stddev: float = 0.02,
-) -> Eagle3Params:
-    """Returns random weights, normal with `stddev`; norm weights are one.
-
-    Args:
-      key: consumed.
-      embed: the target's embedding.
-      hot: the target's token of each draft token, ascending; None: the first ones.
-    """
-    made, hot = shapes(config.validate()), config.hot_tokens(hot)
-    return head_params.draw(key, made, stddev=stddev, embed=embed, hot=hot)
-
-
-def prepare(
-    params: Eagle3Params, impl: str, *, form: str | None = None
-) -> Eagle3Params:
-    """Returns the weights as the kernels of a resolved `impl` read them.
-
-    Call it once, where they are loaded: inside a step it runs at every step.
-
-    Args:
-      form: of matrices, as `params.prepare_matrices` takes it.
-    """
-    prepared = params_lib.prepare_matrices(params.replace(embed=None), impl, form=form)
-    embed, dtype = params.embed, params.final_norm.dtype
-    if impl == "native" and embed.dtype != dtype:
-        # One call takes one dtype; rounding here or after the look-up is the same.
-        embed = weights.matrix(embed).astype(dtype)
-    return prepared.replace(embed=embed)

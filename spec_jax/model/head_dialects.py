@@ -7,7 +7,7 @@ has are in `eagle3_dialects` and `block_dialects`.
 import dataclasses
 import pathlib
 import reprlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from spec_jax.model import (
@@ -23,6 +23,13 @@ _Config = TypeVar("_Config", eagle3_params.Eagle3Config, block_params.BlockConfi
 _Dialect = TypeVar("_Dialect")
 _Value = TypeVar("_Value", int, bool)
 _BIASES = ("bias", "qkv_bias", "attention_bias", "mlp_bias")
+
+TYPE = "speculators_model_type"
+"""The key by which speculators names a kind of head."""
+
+Architecture = tuple[str | None, str | None, str | None]
+"""A kind of head, which `TYPE` names, and the dialects of configs with and without
+`TYPE`; None: there are none such."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,14 +115,16 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
         raise files.CheckpointError(str(error)) from None
 
 
-def architecture(raw: Mapping[str, Any], known: Collection[str], what: str) -> str:
-    """Returns the one architecture that a config names.
+def dialect_of(
+    raw: Mapping[str, Any], known: Mapping[str, Architecture], what: str
+) -> tuple[Any, str | None]:
+    """Returns the dialect of a config, and the kind of its head.
 
     Args:
       what: a noun for the known architectures, for the message.
 
     Raises:
-      ValueError: no architecture, several, or one that is not known.
+      ValueError: no architecture, several, one that is not known, or another's type.
     """
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
@@ -124,7 +133,13 @@ def architecture(raw: Mapping[str, Any], known: Collection[str], what: str) -> s
             f"architectures={reprlib.repr(names)} is no {what} that is known: "
             f"{', '.join(known)}"
         )
-    return name
+    (kind, typed, bare), found = known[name], raw.get(TYPE)
+    dialect = bare if found is None else typed
+    if found not in (None, kind) or dialect is None:
+        raise ValueError(
+            f"{TYPE}={reprlib.repr(found)} with architectures={[name]}, of type {kind}"
+        )
+    return dialect, kind
 
 
 def value(
@@ -136,6 +151,19 @@ def value(
         what = {int: "a whole number", bool: "true or false"}[kind]
         raise ValueError(f"{key}={reprlib.repr(found)} must be {what}")
     return found
+
+
+def agreed(raw: Mapping[str, Any], keys: Iterable[str], kind: type[_Value]) -> Any:
+    """Returns the value that keys of one meaning have, None where all are null.
+
+    Raises:
+      ValueError: keys that contradict each other, or a value of another type.
+    """
+    found = {key: raw[key] for key in keys if raw.get(key) is not None}
+    if len({value(found, key, kind, default=None) for key in found}) > 1:
+        shown = ", ".join(f"{key}={found[key]}" for key in found)
+        raise ValueError(f"{shown} contradict each other: remove the wrong one")
+    return next(iter(found.values()), None)
 
 
 def sizes(

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import pathlib
 import types
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -21,12 +21,13 @@ from spec_jax.model import (
     checkpoint_files as files,
     config as config_lib,
     head_dialects,
+    head_params,
     load as load_lib,
     params as params_lib,
     save as save_lib,
     tensor_values,
 )
-from spec_jax.ops import weights
+from spec_jax.ops import weights as weights_lib
 
 
 EMBED, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -49,29 +50,44 @@ NAMES = {
 """The tensors of fields that all heads have, for `params.parts`."""
 
 
+_MASK = "mask_embedding.pt"
+_PREFIX = "logit_head."  # Early files of SpecForge have it before their names.
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """Published folders of a family of heads.
 
     Attributes:
-      shapes, prepare: those of the family's weights.
       dialects: the module that reads its configs, and checks what a dialect can state.
       to_dict: takes a config, a dialect and an `Origin`; returns the `config.json`.
-      names: takes a config, a dialect and whether the target's matrices are copied;
-        returns a tree of `params.Parts`, None for what is not written.
-      open: takes a folder, the dialect, the config, the target's config and its
-        weights; returns the folder's tensors, all of them checked but for their values,
-        a tree of `params.Parts`, and by fields the arrays that are not read.
-      has_targets_dtype: whether a head must have it, since it shares matrices.
+      names: takes a config, a dialect and the shapes of what is in files; returns a
+        tree of `params.Parts`.
+      copies: dialects that have copies of the target's matrices.
+      is_targets: whether the embedding and, with `shares_head`, the output projection
+        are the target's very arrays, in its dtype; files may have copies of both.
+      zeros: fields that are zero where files lack them.
     """
 
-    shapes: Callable[[Any], Any]
-    prepare: Callable[..., Any]
     dialects: types.ModuleType
     to_dict: Callable[..., dict[str, Any]]
-    names: Callable[..., Any]
-    open: Callable[..., tuple[Mapping[str, files.Entry], Any, dict[str, Any]]]
-    has_targets_dtype: bool = False
+    names: Callable[[Any, str, Any], Any]
+    copies: tuple[str, ...]
+    is_targets: bool = False
+    zeros: tuple[str, ...] = ()
+
+    def tensors(self, config: Any, dialect: str, *, embed: bool, lm_head: bool) -> Any:
+        """Returns a tree of `params.Parts`: the tensors that arrays are made of.
+
+        Args:
+          embed, lm_head: whether files have copies of the target's.
+        """
+        shapes = config.shapes().replace(hot=None)
+        if not embed and not config.has_own_embed:
+            shapes = shapes.replace(embed=None)
+        if config.shares_head and not (lm_head and self.is_targets):
+            shapes = shapes.replace(lm_head=None)
+        return self.names(config, dialect, shapes)
 
     def load(
         self,
@@ -100,25 +116,42 @@ class Family:
           ValueError: another dtype than the target's, where that is shared.
         """
         folder = pathlib.Path(folder)
-        if self.has_targets_dtype and dtype not in (None, target.dtype):
+        if self.is_targets and dtype not in (None, target.dtype):
             raise ValueError(
                 f"{dtype=}, but the drafter shares matrices with a target of "
                 f"{target.dtype}: leave it out"
             )
         path = folder / "config.json"
         dialect, config = self.dialects.read_config(path, target, dtype=dtype)
-        found = self.open(folder, dialect, config, target, target_params)
-        entries, names, given = found
-        given = given | {"hot": read_hot(folder, entries, config)}
+        entries = _find(folder, dialect)
+        names = self.tensors(
+            config, dialect, embed=EMBED in entries, lm_head=LM_HEAD in entries
+        )
+        given: dict[str, Any] = {}
+        for field in self.zeros:
+            sources, leaf = getattr(names, field), getattr(config.shapes(), field)
+            if sources is not None and sources.parts[0][0] not in entries:
+                given[field] = jnp.zeros(leaf.shape, leaf.dtype)
+        names = names.replace(**dict.fromkeys(given))
+        _check_entries(folder, entries, names, config)
+        given["hot"] = hot = _read_hot(folder, entries, config)
+        must_match = self.is_targets or dialect == "deepspec"
+        given |= _of_target(folder, entries, config, target_params, must_match)
+        if not self.is_targets and LM_HEAD not in entries:
+            rows = weights_lib.matrix(target_params.head)
+            rows = rows if hot is None else rows[hot]
+            given["lm_head"] = rows.astype(config.layer.dtype)
+        elif config.layer.dtype != target.dtype:
+            given.pop("lm_head", None)
         absent = dict.fromkeys(given)
 
         def one(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> jax.Array:
             return jnp.array(load_lib.assemble(leaf, sources, entries), copy=True)
 
-        own = self.shapes(config).replace(**absent), names.replace(**absent)
+        own = config.shapes().replace(**absent), names.replace(**absent)
         params = jax.tree.map(one, *own).replace(**given)
         if impl is not None:
-            params = self.prepare(params, impl, form=weights)
+            params = head_params.prepare(params, impl, form=weights)
         return config, params
 
     def save(
@@ -146,7 +179,8 @@ class Family:
           CheckpointError: the files cannot be written.
         """
         self.dialects.check_config(config, dialect)
-        names = self.names(config, dialect, copies)
+        has_copies = copies and dialect in self.copies
+        names = self.tensors(config, dialect, embed=has_copies, lm_head=has_copies)
         shared = ("hot", "embed", "lm_head")
         absent = [name for name in shared if getattr(names, name) is None]
         tensors = save_lib.pending(params.replace(**dict.fromkeys(absent)), names)
@@ -160,12 +194,18 @@ class Family:
         )
 
 
-def find(folder: pathlib.Path) -> dict[str, files.Entry]:
-    """Returns the tensors of a folder.
+def _find(folder: pathlib.Path, dialect: str) -> dict[str, files.Entry]:
+    """Returns the tensors of a folder, by the names that all dialects share.
 
     Raises:
-      CheckpointError: as `checkpoint_files.find`, or weights in a pickle alone.
+      CheckpointError: as `checkpoint_files.find`, weights in a pickle alone, or an
+        embedding of the mask.
     """
+    if (folder / _MASK).exists():
+        raise files.CheckpointError(
+            f"{folder / _MASK}: drafters whose mask has an embedding of its own are "
+            "not supported"
+        )
     dtypes = files.DTYPES | files.WHOLE_DTYPES
     has_safetensors = any(
         (folder / name).exists() for name in (files.SINGLE_FILE, files.INDEX_FILE)
@@ -175,31 +215,25 @@ def find(folder: pathlib.Path) -> dict[str, files.Entry]:
             f"{folder}: {PICKLED} is a pickle, which is not read; in that folder run "
             f'python -c "{CONVERT}"'
         )
-    return files.find(folder, dtypes=dtypes)
+    entries = files.find(folder, dtypes=dtypes)
+    prefix = _PREFIX if dialect == "specforge" else ""
+    return {name.removeprefix(prefix): entry for name, entry in entries.items()}
 
 
-def check_entries(
-    folder: pathlib.Path,
-    entries: Mapping[str, files.Entry],
-    names: Any,
-    config: Any,
-    *,
-    optional: Collection[str] = (),
+def _check_entries(
+    folder: pathlib.Path, entries: Mapping[str, files.Entry], names: Any, config: Any
 ) -> None:
-    """Passes if every tensor of a head is there, in its shape and kind, and no other.
+    """Raises `CheckpointError` unless every tensor of a head is there, in its shape and
+    kind, and no other.
 
     Args:
       names: a tree of `params.Parts`.
-      optional: copies of the target's matrices that may be there, too.
-
-    Raises:
-      CheckpointError: otherwise.
     """
     expected = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
     V, Vd = config.layer.vocab_size, config.draft_vocab_size
     tables = {_TO_TARGET: (Vd,), _IS_KEPT: (V,)}
     required = [*expected, *(tables if Vd < V else ())]
-    known = dict.fromkeys(optional, (V, config.hidden_size)) | expected | tables
+    known = expected | tables
     biases = sorted(set(entries) - set(known))
     biases = [name for name in biases if name.endswith(".bias")]
     if biases:
@@ -219,7 +253,7 @@ def check_entries(
             raise files.CheckpointError(f"{entry.path}: {name} is {entry.dtype}")
 
 
-def read_hot(
+def _read_hot(
     folder: pathlib.Path, entries: Mapping[str, files.Entry], config: Any
 ) -> jax.Array | None:
     """Returns the target's token of each draft token, from the offsets that files hold.
@@ -274,27 +308,57 @@ def _pending_hot(hot: np.ndarray, vocab_size: int) -> list[files.Pending]:
     ]
 
 
-def is_copy(
-    entries: Mapping[str, files.Entry], name: str, ours: weights.Weight
-) -> bool:
-    """Returns whether a tensor is there and, in the target's dtype, equals `ours`."""
-    if name not in entries or entries[name].shape != tuple(ours.shape):
+def _of_target(
+    folder: pathlib.Path,
+    entries: Mapping[str, files.Entry],
+    config: Any,
+    target_params: params_lib.Params,
+    must_match: bool,
+) -> dict[str, weights_lib.Weight]:
+    """Returns the target's arrays, by fields, that a folder has copies of or lacks.
+
+    Args:
+      must_match: whether a tensor in the place of the target's embedding is a copy.
+
+    Raises:
+      CheckpointError: copies that are not the target's.
+    """
+    given, embed, lm_head = {}, target_params.embed, target_params.head
+    for field, name, ours, is_bound in (
+        ("embed", EMBED, embed, must_match),
+        ("lm_head", LM_HEAD, lm_head, config.shares_head),
+    ):
+        if name in entries and not _is_copy(entries[name], ours):
+            if not is_bound:
+                continue
+            if not _is_rounded(entries, name, ours):
+                raise files.CheckpointError(
+                    f"{folder}: {name} is not the target's: it is a drafter for "
+                    "another target"
+                )
+        given[field] = ours
+    return given
+
+
+def _is_copy(entry: files.Entry, ours: weights_lib.Weight) -> bool:
+    """Returns whether a tensor, in the target's dtype, equals `ours`."""
+    if entry.shape != tuple(ours.shape):
         return False
     buffer = np.empty(ours.shape, ours.dtype)
-    tensor_values.read_into(entries[name], buffer)
+    tensor_values.read_into(entry, buffer)
     bits = f"u{buffer.dtype.itemsize}"
-    known = np.asarray(weights.matrix(ours))
+    known = np.asarray(weights_lib.matrix(ours))
     return np.array_equal(buffer.view(bits), known.view(bits))
 
 
-def is_rounded(
-    entries: Mapping[str, files.Entry], name: str, ours: weights.Weight
+def _is_rounded(
+    entries: Mapping[str, files.Entry], name: str, ours: weights_lib.Weight
 ) -> bool:
     """Returns whether `ours` has blocks and is a file's tensor, rounded to blocks."""
-    if not weights.is_bytes(ours) or entries[name].shape != tuple(ours.shape):
+    if not weights_lib.is_bytes(ours):
         return False
     leaf = jax.ShapeDtypeStruct(ours.shape, ours.dtype)
     sources = params_lib.Parts(((name, tuple(ours.shape)),))
-    made = byte_weights.assemble(leaf, sources, entries, weights.form(ours))
-    same = jax.tree.map(jnp.array_equal, made, weights.unpacked(ours))
+    made = byte_weights.assemble(leaf, sources, entries, weights_lib.form(ours))
+    same = jax.tree.map(jnp.array_equal, made, weights_lib.unpacked(ours))
     return all(jax.tree.leaves(same))

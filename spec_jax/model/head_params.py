@@ -1,13 +1,24 @@
-"""The configs and weights of heads that read a target's features: the common part."""
+"""The configs and weights of heads that read a target's features: the common part.
+
+`eagle3_params` and `block_params` have the fields and shapes of each kind.
+"""
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from spec_jax import pytree
 from spec_jax.model import config as config_lib, params as params_lib
+from spec_jax.ops import weights
+
+
+_Params = TypeVar("_Params", bound=pytree.Node)
+
+_ROWS = ("embed", "confidence")
+"""Matrices that kernels do not multiply by: tables, whose rows are looked up, and a
+single row."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +44,11 @@ class HeadConfig:
     def target_hidden_size(self) -> int:
         """Width of the target, Dt."""
         return self.hidden_size
+
+    @property
+    def has_own_embed(self) -> bool:
+        """Whether it must have an embedding: its width is not the target's."""
+        return self.hidden_size != self.target_hidden_size
 
     @property
     def features_size(self) -> int:
@@ -81,25 +97,73 @@ class HeadConfig:
                 f"below {target.num_layers}; it is a head for another target"
             )
 
-    def hot_tokens(self, hot: jax.Array | None) -> jax.Array | None:
-        """Returns `hot`; if it is None and the draft vocabulary is not the whole one,
-        the first tokens."""
-        if hot is None and self.draft_vocab_size < self.layer.vocab_size:
-            return jnp.arange(self.draft_vocab_size, dtype=jnp.int32)
-        return hot
+    def shapes(self) -> Any:
+        """Returns the weights as `jax.ShapeDtypeStruct`s."""
+        raise NotImplementedError
+
+    def leaf(self, *shape: int) -> Any:
+        """Returns a shape in the place of an array of the layers' dtype."""
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(self.layer.dtype))
+
+    def _outer_shapes(self) -> dict[str, Any]:
+        """Returns the shapes of the weights around the layers, by their fields."""
+        D, V, Vd = self.hidden_size, self.layer.vocab_size, self.draft_vocab_size
+        hot = jax.ShapeDtypeStruct((Vd,), jnp.dtype(jnp.int32))
+        return {
+            "fc": self.leaf(D, self.features_size),
+            "hidden_norm": self.leaf(D),
+            "final_norm": self.leaf(D),
+            "lm_head": self.leaf(Vd, D),
+            "hot": hot if Vd < V else None,
+            "embed": self.leaf(V, D),
+        }
+
+    def _layer_shapes(self) -> dict[str, Any]:
+        """Returns the shapes of a layer's weights, but for `qkv`, by their fields."""
+        plain = params_lib.shapes(self.layer).layers[0]
+        names = [field.name for field in dataclasses.fields(plain)]
+        return {x: getattr(plain, x) for x in names if not x.startswith("qkv")}
 
 
-def layer_shapes(layer: config_lib.Qwen3Config) -> dict[str, Any]:
-    """Returns the shapes of a Qwen3 layer's weights, but for `qkv`, by their fields."""
-    plain = params_lib.shapes(layer).layers[0]
-    names = [field.name for field in dataclasses.fields(plain)]
-    return {x: getattr(plain, x) for x in names if not x.startswith("qkv")}
+def init(
+    key: jax.Array,
+    config: HeadConfig,
+    *,
+    embed: weights.Weight,
+    lm_head: weights.Weight | None = None,
+    hot: jax.Array | None = None,
+    stddev: float = 0.02,
+) -> Any:
+    """Returns random weights, normal with `stddev`; norms are one, biases are zero.
 
-
-def draw(key: jax.Array, shapes: Any, *, stddev: float, **given: Any) -> Any:
-    """Returns random weights of these shapes, as `params.draw`, but the `given` ones.
-
-    Consumes `key`.
+    Args:
+      key: consumed.
+      embed: the target's embedding.
+      lm_head: the target's output projection, whose rows are the head's; None: random.
+      hot: the target's token of each draft token, ascending; None: the first ones.
     """
+    shapes = config.validate().shapes()
+    if hot is None and shapes.hot is not None:
+        hot = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
+    given: dict[str, Any] = {"embed": embed, "hot": hot}
+    if lm_head is not None:
+        is_whole = shapes.hot is None
+        given["lm_head"] = lm_head if is_whole else weights.matrix(lm_head)[hot]
     own = shapes.replace(**dict.fromkeys(given))
     return params_lib.draw(key, own, stddev=stddev).replace(**given)
+
+
+def prepare(params: _Params, impl: str, *, form: str | None = None) -> _Params:
+    """Returns a head's weights as the kernels of a resolved `impl` read them.
+
+    Call it once, where they are loaded: inside a step it runs at every step.
+
+    Args:
+      form: of matrices, as `params.prepare_matrices` takes it.
+    """
+    made: Any = params_lib.prepare_matrices(params, impl, form=form, but=_ROWS)
+    embed, dtype = made.embed, made.final_norm.dtype
+    if impl == "native" and embed is not None and embed.dtype != dtype:
+        # One call takes one dtype; rounding here or after the look-up is the same.
+        made = made.replace(embed=weights.matrix(embed).astype(dtype))
+    return made

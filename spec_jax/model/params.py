@@ -7,7 +7,7 @@ implementation read instead (`ops.weights`): `prepare` makes the one into the ot
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -212,17 +212,26 @@ def map_matrices(function: Callable, params: Any) -> Any:
     return jax.tree.map(function, params, is_leaf=weights.is_weight)
 
 
-def prepare_matrices(params: Any, impl: str, *, form: str | None = None) -> Any:
+def prepare_matrices(
+    params: Any, impl: str, *, form: str | None = None, but: Collection[str] = ()
+) -> Any:
     """Returns a pytree with each matrix as the kernels of a resolved `impl` read it.
 
     Args:
       form: rounded to it first, outside jit; None: as they are.
+      but: names of fields whose matrices stay as they are.
     """
 
-    def one(leaf: weights.Weight) -> weights.Weight:
-        return weights.prepare(leaf, impl) if len(leaf.shape) == 2 else leaf
+    def one(path: Any, leaf: weights.Weight) -> weights.Weight:
+        if len(leaf.shape) != 2 or getattr(path[-1], "name", None) in but:
+            return leaf
+        wanted = form_of(path, leaf, form or "dense")
+        if wanted != "dense" and not weights.is_bytes(leaf):
+            leaf = weights.to_bytes(leaf, wanted)
+        return weights.prepare(leaf, impl)
 
-    return map_matrices(one, to_bytes(params, form or "dense"))
+    is_leaf = weights.is_weight
+    return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_leaf)
 
 
 def prepare(params: Params, impl: str) -> Params:

@@ -313,8 +313,8 @@ def sequence_layer(layer, config, x, positions):
     normed = sequence.norm(x, layer.input_norm, config.rms_norm_eps)
     q, k, v = sequence.heads(layer, config, normed, positions, bias=layer.qkv_bias)
     attended = causal_attention.causal_attention(q, k, v, scale=config.head_dim**-0.5)
-    x = x + sequence.matmul(attended.reshape(*x.shape[:2], -1), layer.attention_out)
-    return sequence.gated_mlp(layer, x, eps=config.rms_norm_eps), k, v
+    eps = config.rms_norm_eps
+    return sequence.after_attention(layer, x, attended, eps=eps), k, v
 
 
 def sequence_norm(params, config, x):

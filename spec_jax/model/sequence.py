@@ -118,14 +118,16 @@ def heads(layer, config, x, positions, *, bias=None):
     made = matmul(x, layer.qkv, bias)
     made = made.reshape(*x.shape[:-1], N + 2 * K, H)
     q, k, v = jnp.split(made, (N, N + K), axis=-2)
-    table, scale = rotary.rope_table(config)
-    frequencies = jnp.asarray(table)
-    if layer.q_norm is not None:
-        q = norm(q, layer.q_norm, config.rms_norm_eps)
-        k = norm(k, layer.k_norm, config.rms_norm_eps)
-    q = rope.rope(q, positions, frequencies, scale=scale)
-    k = rope.rope(k, positions, frequencies, scale=scale)
-    return q, k, v
+    q = turned(q, layer.q_norm, config, positions)
+    return q, turned(k, layer.k_norm, config, positions), v
+
+
+def turned(x, weight, config, positions):
+    """Returns heads `[..., H]`, normed where there is a weight, and rotated."""
+    if weight is not None:
+        x = norm(x, weight, config.rms_norm_eps)
+    frequencies, scale = rotary.rope_table(config)
+    return rope.rope(x, positions, jnp.asarray(frequencies), scale=scale)
 
 
 def attend_blocks(q, context, own, is_context, is_own):
@@ -153,6 +155,12 @@ def attend_blocks(q, context, own, is_context, is_own):
     out = einsum("bakgst,btkh->baskgh", probs[..., :T], context[1])
     out += einsum("bakgsu,baukh->baskgh", probs[..., T:], own[1])
     return out.reshape(B, A, S, N, H).astype(q.dtype)
+
+
+def after_attention(layer, x: jax.Array, attended: jax.Array, *, eps: float):
+    """Returns the residual after a layer whose heads `[..., N, H]` are `attended`."""
+    flat = attended.reshape(*x.shape[:-1], -1)
+    return gated_mlp(layer, x + matmul(flat, layer.attention_out), eps=eps)
 
 
 def gated_mlp(layer, x: jax.Array, *, eps: float) -> jax.Array:

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 
 
-Batch = Any
-"""A pytree of arrays `[B, ..]`; where it is one array, tokens `[B, T + 1]`."""
+Batch = dict[str, Any]
+"""Arrays `[B, ..]` by name; `mask` marks the tokens that count."""
 
 Data = Any
-"""Data with a length, indexed by an array to give a `Batch`: an array, say."""
+"""Data with a length, indexed by an array to give a `Batch`, such as `targets.Outputs`;
+`columns` are how many each sequence has."""
 
 Draw = Callable[[Batch, np.ndarray, int | None], Batch]
 """`(batch, rows, step) -> batch`, with what is drawn anew in each step: a pure function
@@ -24,8 +25,7 @@ def of_step(data: Data, *, step: int, draw: Draw | None = None, **how: int) -> B
       draw: where it is given, `size` sequences are a batch whatever their columns:
         what it draws of each decides how much that is.
     """
-    columns = columns_of(data)
-    rows = rows_of_step(columns, step=step, is_counted=draw is not None, **how)
+    rows = rows_of_step(data.columns, step=step, is_counted=draw is not None, **how)
     return data[rows] if draw is None else draw(data[rows], rows, step)
 
 
@@ -68,8 +68,3 @@ def rows_of_step(
         batches += [*rows[: number * count].reshape(number, count)]
     order = random.permutation(per_epoch) if len(counts) > 1 else range(per_epoch)
     return batches[order[index]]
-
-
-def columns_of(data: Data) -> np.ndarray:
-    """Returns the columns of each sequence, where they have several numbers."""
-    return np.asarray(getattr(data, "columns", np.ones(len(data), int)))

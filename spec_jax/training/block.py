@@ -26,12 +26,12 @@ from spec_jax.model import (
     block_draft,
     block_heads,
     block_params,
-    config as config_lib,
+    head_params,
     params as params_lib,
     sequence,
 )
 from spec_jax.ops import weights as weights_lib
-from spec_jax.training import batches, targets
+from spec_jax.training import batches, heads, targets
 
 
 ANCHORS, DECAY = 32, 4.0
@@ -91,18 +91,6 @@ class Anchors:
         return batch | {"anchors": anchors, "weights": weights.astype(np.float32)}
 
 
-def anchors_of(
-    config: block_params.BlockConfig, *, hot: jax.Array | None, **how: Any
-) -> Anchors:
-    """Returns the `Anchors` of a drafter that drafts the tokens `hot`.
-
-    Args:
-      **how: further fields: seed, count, decay.
-    """
-    tokens = draftable(hot, config.layer.vocab_size)
-    return Anchors(num_drafts=config.num_drafts, draftable=tokens, **how)
-
-
 def draftable(hot: jax.Array | None, vocab_size: int) -> np.ndarray | None:
     """Returns which of the target's tokens `hot` has `[V]`; None: all of them."""
     if hot is None:
@@ -115,7 +103,6 @@ def draftable(hot: jax.Array | None, vocab_size: int) -> np.ndarray | None:
 def init(
     key: jax.Array,
     config: block_params.BlockConfig,
-    target: config_lib.ModelConfig,
     params: params_lib.Params,
     hot: jax.Array | None,
 ) -> block_params.BlockParams:
@@ -123,8 +110,7 @@ def init(
 
     The final norm begins as the target's. Consumes `key`.
     """
-    config.check_target(target)
-    made = block_params.init(
+    made = head_params.init(
         key, config, embed=params.embed, lm_head=params.head, hot=hot
     )
     if config.conv_group:
@@ -136,34 +122,13 @@ def init(
             for layer in made.layers
         ]
         made = made.replace(layers=tuple(layers))
-    return trained(config, made.replace(final_norm=targets.final_norm(params)))
+    return heads.trained(config, made.replace(final_norm=targets.final_norm(params)))
 
 
 def _identity(conv: Any) -> block_params.Convolution:
     """Returns a convolution that leaves rows as they are."""
     base = jnp.zeros_like(conv.base).at[:, 0].set(1)
     return conv.replace(base=base, kernels=jnp.zeros_like(conv.kernels))
-
-
-def trained(
-    config: block_params.BlockConfig, head: block_params.BlockParams
-) -> block_params.BlockParams:
-    """Returns what is trained of a drafter, in float32: all that is not the target's.
-
-    Copies: the optimiser's step donates what it is given.
-    """
-    del config  # Embedding and output projection are the target's, always.
-    own = head.replace(embed=None, lm_head=None, hot=None)
-    return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), own)
-
-
-def complete(
-    params: block_params.BlockParams, teacher: targets.Teacher
-) -> block_params.BlockParams:
-    """Returns the drafter of trained weights, with what is the target's."""
-    return params.replace(
-        embed=teacher.embed, lm_head=teacher.draft_head, hot=teacher.hot
-    )
 
 
 def loss(
@@ -187,8 +152,8 @@ def loss(
     cross, total_variation, of_confidence = terms
     total = jnp.zeros(logits.shape[:-1], jnp.float32)
     if cross:
-        labels = batch["tokens"][:, 1:, None]
-        labels = at_drafts(labels, batch["anchors"], config.num_drafts)
+        labels = batch["tokens"][:, 1:]
+        labels = at_drafts(labels, batch["anchors"], config.num_drafts)[..., None]
         # A comparison and a sum: the gradient of a gather is a serial scatter.
         ids = jnp.arange(logits.shape[-1], dtype=labels.dtype)
         ids = ids if teacher.hot is None else teacher.hot
@@ -224,11 +189,8 @@ def measure(
     batch: dict[str, jax.Array],
     teacher: targets.Teacher,
 ) -> dict[str, jax.Array]:
-    """Counts how often each draft is the target's most likely token.
-
-    As `eagle3.measure`, after the anchors of held-out texts: `agreement_I` is that of
-    draft `I` after the text's own tokens, `accepted_length` tokens a round.
-    """
+    """Counts how often each draft is the target's most likely token, after the anchors
+    of held-out texts; see `heads.agreements`."""
     return agreements(drafts(config, params, batch, teacher)[0], batch, teacher)
 
 
@@ -236,21 +198,13 @@ def agreements(
     logits: jax.Array, batch: dict[str, jax.Array], teacher: targets.Teacher
 ) -> dict[str, jax.Array]:
     """Returns what `measure` does, of the logits `[B, A, W, Vd]` of drafts."""
-    count = logits.shape[2]
     # Whether the target wrote the token after each position.
-    is_label = batch["mask"].at[:, -1].set(False)[..., None]
-    counted = at_drafts(is_label, batch["anchors"], count)[..., 0]
-    found = jnp.argmax(logits, axis=-1)
-    found = found if teacher.hot is None else teacher.hot[found]
-    best = at_drafts(batch["best"][..., None], batch["anchors"], count)[..., 0]
-    agrees, whole = (found == best) & counted, counted[..., -1]
-    shares = {
-        f"agreement_{i}": targets.share(agrees[..., i], whole) for i in range(count)
-    }
-    shares["accepted_length"] = targets.tokens_and_rounds(
-        agrees, counted[..., 0], batch["greedy"]
+    is_label = batch["mask"].at[:, -1].set(False)
+    best, counted = (
+        at_drafts(x, batch["anchors"], logits.shape[2])
+        for x in (batch["best"], is_label)
     )
-    return shares
+    return heads.agreements(jnp.argmax(logits, axis=-1), best, counted, batch, teacher)
 
 
 def drafts(
@@ -272,12 +226,10 @@ def drafts(
 
 def _slots(config, params, batch, teacher):
     """Returns the logits of slots, what the sequential head adds, and confidences."""
-    dtype = config.layer.dtype
-    whole = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    whole = heads.computing(config, params, teacher)
     if params.markov is not None:
         # Rounded when it was looked up: rows of narrow tables have no gradient.
         whole = whole.replace(markov=whole.markov.replace(embed=params.markov.embed))
-    whole = complete(whole, teacher)
     tokens, anchors = batch["tokens"], batch["anchors"]
     hidden, logits = block_draft.forward_sequence(
         whole, config, tokens, batch["features"], anchors
@@ -294,7 +246,7 @@ def _slots(config, params, batch, teacher):
         return state, (bias, confidence)
 
     # A first slot that predicts nothing reads the anchor, as the slot after it does.
-    before = at_drafts(tokens[..., None], anchors, config.num_drafts)[..., 0]
+    before = at_drafts(tokens, anchors, config.num_drafts)
     before = jnp.concatenate([before[..., :1]] * config.first_slot + [before], axis=-1)
     by_slot = lambda x: jnp.moveaxis(x, 2, 0)
     _, found = jax.lax.scan(
@@ -316,10 +268,9 @@ def _teacher_probs(config, batch, teacher):
     """
     final = at_drafts(batch["final"], batch["anchors"], config.num_drafts)
     if "normalizer" in batch:
-        total = at_drafts(
-            batch["normalizer"][..., None], batch["anchors"], config.num_drafts
-        )
-        return jnp.exp(sequence.product(final, teacher.draft_head) - total)
+        total = at_drafts(batch["normalizer"], batch["anchors"], config.num_drafts)
+        logits = sequence.product(final, teacher.draft_head)
+        return jnp.exp(logits - total[..., None])
     probs = jax.nn.softmax(sequence.product(final, teacher.head), axis=-1)
     return probs if teacher.hot is None else probs[..., teacher.hot]
 
@@ -331,5 +282,5 @@ def at_drafts(x: jax.Array, anchors: jax.Array, count: int) -> jax.Array:
     """
     drafts = jnp.arange(count, dtype=jnp.int32)
     places = jnp.minimum(anchors[..., None] + drafts[None, None], x.shape[1] - 1)
-    flat = places.reshape(len(x), -1, 1)
-    return jnp.take_along_axis(x, flat, axis=1).reshape(*places.shape, x.shape[-1])
+    flat = places.reshape(len(x), -1, *(1,) * (x.ndim - 2))
+    return jnp.take_along_axis(x, flat, axis=1).reshape(*places.shape, *x.shape[2:])

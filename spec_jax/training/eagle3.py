@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax.model import (
-    config as config_lib,
     eagle3,
     eagle3_params,
+    head_params,
     params as params_lib,
     sequence,
 )
 from spec_jax.ops import weights
-from spec_jax.training import targets as targets_lib
+from spec_jax.training import heads, targets as targets_lib
 
 
 STEPS, DECAY = 7, 0.8
@@ -26,7 +26,6 @@ STEPS, DECAY = 7, 0.8
 def init(
     key: jax.Array,
     config: eagle3_params.Eagle3Config,
-    target: config_lib.ModelConfig,
     params: params_lib.Params,
     hot: jax.Array | None,
 ) -> eagle3_params.Eagle3Params:
@@ -38,17 +37,16 @@ def init(
     random hidden states have a spread of one: drafts begin without an opinion, in the
     place of a wrong one that takes a hundred steps to lose. Consumes `key`.
     """
-    config.check_target(target)
     embed, head = weights.matrix(params.embed), weights.matrix(params.head)
     if config.has_own_embed:
         embed, head = (_resized(x, config.hidden_size) for x in (embed, head))
-    made = eagle3_params.init(key, config, embed=embed, hot=hot)
+    made = head_params.init(key, config, embed=embed, hot=hot)
     rows = (head if hot is None else head[hot]).astype(jnp.float32)
     own = config.has_own_embed
     norm = made.final_norm if own else targets_lib.final_norm(params)
     norm = norm.astype(jnp.float32)
     spread = jnp.sqrt(jnp.mean(jnp.sum((rows * norm) ** 2, axis=-1)))
-    return trained(config, made.replace(lm_head=rows, final_norm=norm / spread))
+    return heads.trained(config, made.replace(lm_head=rows, final_norm=norm / spread))
 
 
 def _resized(x: jax.Array, width: int) -> jax.Array:
@@ -61,30 +59,6 @@ def _resized(x: jax.Array, width: int) -> jax.Array:
         return jnp.pad(wide, ((0, 0), (0, width - x.shape[1])))
     _, _, directions = jnp.linalg.svd(wide, full_matrices=False)
     return wide @ directions[:width].T
-
-
-def trained(
-    config: eagle3_params.Eagle3Config, head: eagle3_params.Eagle3Params
-) -> eagle3_params.Eagle3Params:
-    """Returns what is trained of a head, in float32: not what is the target's.
-
-    Copies: the optimiser's step donates what it is given.
-    """
-    own = head.replace(
-        hot=None,
-        embed=head.embed if config.has_own_embed else None,
-        lm_head=None if config.shares_head else head.lm_head,
-    )
-    return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), own)
-
-
-def complete(
-    params: eagle3_params.Eagle3Params, teacher: targets_lib.Teacher
-) -> eagle3_params.Eagle3Params:
-    """Returns the head of trained weights, with what is the target's."""
-    embed = teacher.embed if params.embed is None else params.embed
-    head = teacher.draft_head if params.lm_head is None else params.lm_head
-    return params.replace(embed=embed, lm_head=head, hot=teacher.hot)
 
 
 def loss(
@@ -102,7 +76,10 @@ def loss(
     positions outside `batch["mask"]`: the mean of a batch's parts is the batch's.
     Batches of shorter texts have fewer columns, and a token of theirs counts more.
     """
-    counted = _counted(batch) & _is_kept(teacher)[batch["best"][:, 1:]]
+    counted = batch["mask"][:, 1:]
+    if teacher.hot is not None:
+        is_kept = jnp.zeros(len(teacher.head), bool).at[teacher.hot].set(True)
+        counted = counted & is_kept[batch["best"][:, 1:]]
     logits = sequence.product(batch["final"][:, 1:], teacher.draft_head)
     targets = jax.nn.softmax(logits, axis=-1)
     total = jnp.float32(0)
@@ -121,35 +98,20 @@ def measure(
     *,
     steps: int = STEPS,
 ) -> dict[str, jax.Array]:
-    """Counts how often each step's draft is the target's most likely token.
-
-    Each result is a sum and a count, `[2]`, whose quotient is the number.
-    `agreement_J` is that of step `J` after the text's own tokens. `accepted_length` is
-    tokens a round of `steps` drafts, as greedy decoding of the greedy texts commits
-    them: `targets.tokens_and_rounds`.
-    """
-    best, counted = batch["best"][:, 1:], _counted(batch)
-    # Columns of which every step has a counted row of the teacher.
-    whole = counted & _shift(counted, steps - 1)
-    agrees = []
-    for j, made in enumerate(_unroll(config, params, batch, teacher, steps)):
-        drafts = jnp.argmax(made.logits, axis=-1)
-        drafts = drafts if teacher.hot is None else teacher.hot[drafts]
-        agrees.append((drafts == _shift(best, j)) & _shift(counted, j))
-    found = {
-        f"agreement_{j}": targets_lib.share(x, whole) for j, x in enumerate(agrees)
-    }
-    found["accepted_length"] = targets_lib.tokens_and_rounds(
-        jnp.stack(agrees, axis=-1), counted, batch["greedy"]
+    """Counts how often each step's draft is the target's most likely token, see
+    `heads.agreements`."""
+    made = _unroll(config, params, batch, teacher, steps)
+    drafts = jnp.stack([jnp.argmax(step.logits, axis=-1) for step in made], axis=-1)
+    best, counted = (
+        jnp.stack([_shift(x, j) for j in range(steps)], axis=-1)
+        for x in (batch["best"][:, 1:], batch["mask"][:, 1:])
     )
-    return found
+    return heads.agreements(drafts, best, counted, batch, teacher)
 
 
 def _unroll(config, params, batch, teacher, steps):
     """Returns the steps' outputs; column `i` of step `j` is pair `i + j`."""
-    dtype = config.layer.dtype
-    whole = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    whole = complete(whole, teacher)
+    whole = heads.computing(config, params, teacher)
     pairs = batch["tokens"][:, 1:]
     made: list[eagle3.StepOutputs] = []
     for j in range(steps):
@@ -160,18 +122,6 @@ def _unroll(config, params, batch, teacher, steps):
             )
         )
     return made
-
-
-def _counted(batch):
-    """Returns whether the teacher's row of each pair counts, `[B, T - 1]`."""
-    return batch["mask"][:, 1:]
-
-
-def _is_kept(teacher):
-    """Returns which of the target's tokens can be drafted, `[V] bool`."""
-    if teacher.hot is None:
-        return jnp.ones(len(teacher.head), bool)
-    return jnp.zeros(len(teacher.head), bool).at[teacher.hot].set(True)
 
 
 def _shift(x: jax.Array, steps: int) -> jax.Array:

@@ -136,11 +136,11 @@ def held_out(
     *,
     batch_size: int,
     teacher: Any,
-    draw: batches.Draw | None = None,
+    draw: batches.Draw | None,
 ) -> dict[str, float]:
     """Returns each number over whole batches of `data`; NaN if its count is 0."""
     parts = []
-    order = np.argsort(-batches.columns_of(data), kind="stable")  # Little padding.
+    order = np.argsort(-data.columns, kind="stable")  # Little padding.
     for start in range(0, len(data) - batch_size + 1, batch_size):
         rows = order[start : start + batch_size]
         inputs = data[rows] if draw is None else draw(data[rows], rows, None)
@@ -205,9 +205,9 @@ def value_and_grad(
     static_argnames=("loss", "transform", "part_size", "mesh"),
     donate_argnums=(0,),
 )
-def _step(state, tokens, teacher, *, loss, transform, part_size, mesh=None):
+def _step(state, batch, teacher, *, loss, transform, part_size, mesh):
     value, grads = value_and_grad(
-        loss, state["params"], tokens, teacher, part_size=part_size, mesh=mesh
+        loss, state["params"], batch, teacher, part_size=part_size, mesh=mesh
     )
     updates, opt_state = transform.update(grads, state["opt_state"], state["params"])
     return {
@@ -226,10 +226,10 @@ def run(
     held_out_data: batches.Data,
     folder: pathlib.Path,
     *,
-    teacher: Any = None,
-    measure: Measure | None = None,
-    draw: batches.Draw | None = None,
-    mesh: sharding.Mesh | None = None,
+    teacher: Any,
+    measure: Measure,
+    draw: batches.Draw | None,
+    mesh: sharding.Mesh | None,
     stop_after: int | None = None,
 ) -> Params:
     """Trains from `init`, or from the newest checkpoint in `folder`.
@@ -253,7 +253,7 @@ def run(
     state = _start(recipe, init)
     evaluated: Measure = lambda *inputs: {
         "loss": jnp.stack([loss(*inputs), jnp.float32(1)]),
-        **(measure(*inputs) if measure else {}),
+        **measure(*inputs),
     }
     folder.mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
@@ -265,7 +265,7 @@ def run(
         evaluate = jax.jit(evaluated)
         with _open_log(folder, first) as log, _progress(name, recipe, first) as bar:
             for step in range(first, recipe.steps):
-                tokens = batches.of_step(
+                batch = batches.of_step(
                     data,
                     step=step,
                     draw=draw,
@@ -273,7 +273,7 @@ def run(
                     seed=recipe.seed,
                     unit=recipe.part_size * (1 if mesh is None else mesh.size),
                 )
-                state, row = _timed_step(recipe, state, tokens, teacher, loss, mesh)
+                state, row = _timed_step(recipe, state, batch, teacher, loss, mesh)
                 done = step + 1
                 if done == recipe.steps or done % recipe.eval_every == 0:
                     found = held_out(
@@ -308,28 +308,22 @@ def _resumed(manager, state, teacher, mesh):
     return jax.device_put((state, teacher), everywhere)
 
 
-def _timed_step(recipe, state, tokens, teacher, loss, mesh):
+def _timed_step(recipe, state, batch, teacher, loss, mesh):
     """Returns the state after a step, and what the log says of it."""
     started = time.perf_counter()
     state, value = _step(
         state,
-        tokens,
+        batch,
         teacher,
         loss=loss,
         transform=optimizer(recipe),
         part_size=recipe.part_size,
         mesh=mesh,
     )
-    row: dict[str, float] = {"loss": float(value), "tokens": _num_tokens(tokens)}
+    row: dict[str, float] = {"loss": float(value)}
+    row["tokens"] = int(np.count_nonzero(batch["mask"]))
     row["tokens_per_s"] = round(row["tokens"] / (time.perf_counter() - started))
     return state, row
-
-
-def _num_tokens(batch: batches.Batch) -> int:
-    """Returns how many tokens of a batch count."""
-    if isinstance(batch, dict):
-        return int(np.count_nonzero(batch["mask"]))
-    return batch[:, 1:].size
 
 
 def _progress(name: str, recipe: Recipe, first: int) -> tqdm.tqdm:

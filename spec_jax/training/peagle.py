@@ -16,17 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.model import (
-    config as config_lib,
     eagle3_parallel,
     eagle3_params,
     params as params_lib,
     sequence,
 )
 from spec_jax.ops import weights as weights_lib
-from spec_jax.training import batches, block, eagle3, targets
+from spec_jax.training import batches, block, eagle3, heads, targets
 
 
-trained, complete = eagle3.trained, eagle3.complete
 STEPS = eagle3.STEPS
 
 
@@ -56,12 +54,11 @@ class Anchors(block.Anchors):
 def init(
     key: jax.Array,
     config: eagle3_params.Eagle3Config,
-    target: config_lib.ModelConfig,
     params: params_lib.Params,
     hot: jax.Array | None,
 ) -> eagle3_params.Eagle3Params:
     """Returns what `eagle3.init` does, with a `mask_hidden` of root mean square one."""
-    made = eagle3.init(key, config, target, params, hot)
+    made = eagle3.init(key, config, params, hot)
     mask: Any = made.mask_hidden
     return made.replace(mask_hidden=mask / jnp.sqrt(jnp.mean(mask**2)))
 
@@ -80,8 +77,7 @@ def loss(
       batch: with what `Anchors` adds.
       steps: drafts after an anchor.
     """
-    pairs, masks = _hidden(config, params, batch, teacher, steps)
-    head = weights_lib.matrix(complete(params, teacher).lm_head).astype(pairs.dtype)
+    pairs, masks, head = _hidden(config, params, batch, teacher, steps)
     wanted = jax.nn.softmax(
         sequence.product(batch["final"], teacher.draft_head), axis=-1
     )
@@ -123,23 +119,22 @@ def drafts(
     steps: int,
 ) -> jax.Array:
     """Returns the logits `[B, A, W, Vd]` of what is drafted after anchors."""
-    pairs, masks = _hidden(config, params, batch, teacher, steps)
+    pairs, masks, head = _hidden(config, params, batch, teacher, steps)
     at = jnp.maximum(batch["anchors"] - 1, 0)[..., None]
     first = jnp.take_along_axis(pairs, at, axis=1)[:, :, None]
-    head = weights_lib.matrix(complete(params, teacher).lm_head).astype(pairs.dtype)
     return sequence.product(jnp.concatenate([first, masks], axis=2), head)
 
 
 def _hidden(config, params, batch, teacher, steps):
     """Returns what the output projection reads of all pairs, and of the masks after
-    the pair of each anchor and the token before it."""
-    dtype = config.layer.dtype
-    whole = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    return eagle3_parallel.forward_sequence(
-        complete(whole, teacher),
+    the pair of each anchor and the token before it; and the output projection."""
+    whole = heads.computing(config, params, teacher)
+    pairs, masks = eagle3_parallel.forward_sequence(
+        whole,
         config,
         batch["tokens"][:, 1:],
         batch["features"][:, :-1],
         jnp.maximum(batch["anchors"] - 1, 0),
         num_masks=steps - 1,
     )
+    return pairs, masks, weights_lib.matrix(whole.lm_head).astype(pairs.dtype)

@@ -1,6 +1,6 @@
 """The target's outputs for its texts, to train drafters: made as needed, or cached.
 
-Both are data of `loop.run`: `data[rows]` is a batch of `tokens`, `mask`, `greedy`,
+They are data of `loop.run`: `data[rows]` is a batch of `tokens`, `mask`, `greedy`,
 `final`, `best`, and where asked for `features` and `normalizer`. One program computes
 one text at a time, so that a cache holds the bits that would be computed.
 """
@@ -18,7 +18,6 @@ import numpy as np
 from spec_jax import pytree
 from spec_jax.model import (
     config as config_lib,
-    families,
     fingerprint,
     params as params_lib,
     sequence,
@@ -116,14 +115,23 @@ class Texts:
         """Returns the tokens of a text's rows, up to the last row that counts."""
         return self.tokens[row, : self.lengths[row]]
 
+    def part(self, rows: slice) -> "Texts":
+        """Returns some of the texts, such as the held-out ones."""
+        arrays = {name: getattr(self, name)[rows] for name in ("tokens", "mask")}
+        return dataclasses.replace(self, **arrays, greedy=self.is_greedy[rows])
+
+
+_CHOICES = np.dtype([("best", "<i4"), ("normalizer", "<f4")])
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Online:
-    """Texts whose features the target computes when they are asked for.
+class Outputs:
+    """Texts, and the target's outputs: computed when they are asked for, or cached.
 
     Attributes:
       normalizers: batches have `normalizer`, too, the target's log-sum-exp after each
         row: with it a loss needs the logits of draft tokens alone.
+      store: the cache, see `cached`; None: they are computed.
     """
 
     texts: Texts
@@ -131,6 +139,7 @@ class Online:
     config: config_lib.ModelConfig
     taps: tuple[int, ...]
     normalizers: bool = False
+    store: stores.Store | None = None
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -140,17 +149,30 @@ class Online:
         """As `Texts.columns`."""
         return self.texts.columns
 
+    def part(self, rows: slice) -> "Outputs":
+        """As `Texts.part`."""
+        return dataclasses.replace(self, texts=self.texts.part(rows))
+
     def rows_of(self, row: int) -> np.ndarray:
-        """Returns what the target makes of a text up to the last row that counts: see
-        `stored`."""
+        """Returns features and final hidden states of a text, `[T, (taps + 1) * D]`, up
+        to the last row that counts."""
+        if self.store is not None:
+            return self.store[self.texts.read(row)]
         length = int(self.texts.lengths[row])
         tokens = self.texts.tokens[row, : self.columns[row]]
         made = _one(self.params, tokens[None], self.config, self.taps)
         return np.asarray(made)[:length]
 
-    def is_told(self, row: int) -> bool:
-        """Returns whether `choices_of` needs the text's own tokens alone."""
-        return bool(self.texts.is_greedy[row]) and not self.normalizers
+    @functools.cached_property
+    def _choices(self) -> stores.Store | None:
+        """Choices after rows of cached texts, written as they are asked for.
+
+        A product with the whole vocabulary costs as much as a step of a small drafter.
+        """
+        if self.store is None:
+            return None
+        folder, described = self.store.folder / "choices", self.store.described
+        return stores.Store(folder, described=described, width=1, dtype=_CHOICES)
 
     def choices_of(
         self, row: int, final: np.ndarray
@@ -158,16 +180,24 @@ class Online:
         """Returns the target's most likely token after each row of a text, `[T] int32`,
         and the log-sum-exp of its logits, `[T] float32`, or None.
 
-        Texts that it wrote greedily say the token.
+        Texts that it wrote greedily say the token, whatever a cache has kept.
 
         Args:
           final: the text's final hidden states `[T, D]`.
         """
-        if self.is_told(row):
+        if self.texts.is_greedy[row] and not self.normalizers:
             return self.texts.tokens[row, 1 : len(final) + 1], None
-        padded = np.pad(final, ((0, -len(final) % BUCKET), (0, 0)))
-        best, total = jax.device_get(_choices(weights.matrix(self.params.head), padded))
-        return best[: len(final)], total[: len(final)]
+        text, kept = self.texts.read(row), self._choices
+        if kept is not None and text in kept:
+            found = kept[text]
+        else:
+            padded = np.pad(final, ((0, -len(final) % BUCKET), (0, 0)))
+            made = jax.device_get(_choices(weights.matrix(self.params.head), padded))
+            found = np.empty((len(final), 1), _CHOICES)
+            found["best"], found["normalizer"] = (x[: len(final), None] for x in made)
+            if kept is not None:
+                kept.add(text, found)
+        return found["best"][:, 0], found["normalizer"][:, 0]
 
     def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns a batch, whose texts have zeros past the last row that counts."""
@@ -207,48 +237,7 @@ def _one(params, tokens, config, taps):
     )
 
 
-def stored(
-    params: params_lib.Params, config: config_lib.ModelConfig, features: np.ndarray
-) -> np.ndarray:
-    """Returns rows as a cache has them, `[T, (taps + 1) * D]`.
-
-    Args:
-      features: `[T, taps + 1, D]`; the last is the last layer's output, which is
-        normed here.
-    """
-    padding = -len(features) % BUCKET  # Few shapes.
-    padded = np.pad(features, ((0, padding), (0, 0), (0, 0)))
-    return np.asarray(_normed(params, config, padded))[: len(features)]
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _normed(params, config, features):
-    last = families.of(config).sequence_norm(params, config, features[:, -1])
-    rows = jnp.concatenate([features[:, :-1], last[:, None]], axis=1)
-    return rows.reshape(len(rows), -1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
-    """Rows `first ..` of some data, such as the held-out ones."""
-
-    data: Online
-    first: int
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    @property
-    def columns(self) -> np.ndarray:
-        """As `Texts.columns`."""
-        return self.data.columns[self.first : self.first + self.count]
-
-    def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        return self.data[np.asarray(rows) + self.first]
-
-
-def scale_of(data: Online | Part, *, texts: int = 32) -> np.ndarray:
+def scale_of(data: Outputs, *, texts: int = 32) -> np.ndarray:
     """Returns factors that bring each feature's root mean square to about one.
 
     A few features of a model are a thousand times as large as others. A projection
@@ -267,44 +256,6 @@ def scale_of(data: Online | Part, *, texts: int = 32) -> np.ndarray:
     size = np.sqrt(np.mean(rows * rows, axis=0))
     powers = np.round(np.log2(np.maximum(size, np.finfo(np.float32).tiny)))
     return np.exp2(-np.clip(powers, -16, 16)).astype(np.float32)
-
-
-def share(found: jax.Array, of: jax.Array) -> jax.Array:
-    """Returns how many of some places are found, and how many there are, float32."""
-    return jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in (found & of, of)])
-
-
-def tokens_and_rounds(
-    agrees: jax.Array, counted: jax.Array, greedy: jax.Array
-) -> jax.Array:
-    """Counts what greedy decoding of texts would: tokens, and the rounds they take.
-
-    A round from column `i` that keeps `n` drafts is followed by one from column
-    `i + n + 1`: unlike in a mean over all columns, a stretch that is easily drafted
-    counts as the one round that it takes.
-
-    Args:
-      agrees: whether draft `j` of a round from column `i` counts and is the target's
-        choice, `[B, P, W]`.
-      counted: columns after which the target wrote a token, one stretch of a text
-        `[B, P]`.
-      greedy: texts that the target wrote greedily `[B]`; others are left out.
-
-    Returns:
-      Two numbers, float32.
-    """
-    counted = counted & greedy[:, None]
-    kept = jnp.sum(jnp.cumprod(agrees.astype(jnp.int32), axis=-1), axis=-1)
-
-    def step(start, column):
-        place, is_counted, kept = column
-        begins = is_counted & (start == place)
-        return jnp.where(begins, place + kept + 1, start), begins
-
-    first = jnp.argmax(counted, axis=-1).astype(jnp.int32)
-    places = jnp.arange(counted.shape[1], dtype=jnp.int32)
-    _, begins = jax.lax.scan(step, first, (places, counted.T, kept.T))
-    return share(begins.T, counted)[::-1]
 
 
 def draft_vocabulary(texts: Texts, *, size: int, vocab_size: int) -> np.ndarray | None:
@@ -328,21 +279,17 @@ def draft_vocabulary(texts: Texts, *, size: int, vocab_size: int) -> np.ndarray 
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
-def store_of(
-    folder: pathlib.Path,
-    params: params_lib.Params,
-    config: config_lib.ModelConfig,
-    taps: tuple[int, ...],
-) -> stores.Store:
-    """Opens a cache of this target's outputs, or begins one.
+def store_of(folder: pathlib.Path, outputs: Outputs) -> stores.Store:
+    """Opens a cache of such outputs, or begins one.
 
     Raises:
       ValueError: `folder` holds another target's, or of other taps.
     """
+    config, taps = outputs.config, outputs.taps
     return stores.Store(
         folder,
         described={
-            "target_sha256": fingerprint.of_params(params),
+            "target_sha256": fingerprint.of_params(outputs.params),
             "target_config": config_lib.to_dict(config),
             "taps": list(taps),
         },
@@ -358,71 +305,30 @@ def missing(store: stores.Store, texts: Texts) -> list[int]:
 
 def write(
     store: stores.Store,
-    online: Online,
+    outputs: Outputs,
     *,
     after_text: Callable[[], None] = lambda: None,
 ) -> None:
-    """Caches what `online` gives of texts that the cache lacks; a killed run goes on.
+    """Caches the outputs of texts that the cache lacks; a killed run goes on.
 
     Args:
       after_text: called after each of the texts that are `missing`.
     """
-    for row in missing(store, online.texts):
-        store.add(online.texts.read(row), online.rows_of(row))
+    for row in missing(store, outputs.texts):
+        store.add(outputs.texts.read(row), outputs.rows_of(row))
         after_text()
 
 
-_CHOICES = np.dtype([("best", "<i4"), ("normalizer", "<f4")])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Cached(Online):
-    """The batches of an `Online` from a cache, by memory map.
+def cached(outputs: Outputs, store: stores.Store) -> Outputs:
+    """Returns the same outputs from a cache of their target, by memory map.
 
     Raises:
       ValueError: the cache lacks texts.
     """
-
-    store: stores.Store
-
-    @classmethod
-    def of(cls, store: stores.Store, online: Online) -> "Cached":
-        """Returns what `online` would compute, from a cache of its target."""
-        return cls(store=store, **vars(online))
-
-    def __post_init__(self) -> None:
-        lacking, count = len(missing(self.store, self.texts)), len(self)
-        if lacking:
-            raise ValueError(
-                f"{self.store.folder}: lacks {lacking} of {count} texts; run the stage "
-                "cache first"
-            )
-
-    @functools.cached_property
-    def _choices(self) -> stores.Store:
-        """The target's choices after rows of texts, written as they are asked for.
-
-        A product with the whole vocabulary costs as much as a step of a small drafter.
-        """
-        folder, described = self.store.folder / "choices", self.store.described
-        return stores.Store(folder, described=described, width=1, dtype=_CHOICES)
-
-    def rows_of(self, row: int) -> np.ndarray:
-        """Returns what `Online.rows_of` does."""
-        return self.store[self.texts.read(row)]
-
-    def choices_of(
-        self, row: int, final: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns what `Online.choices_of` does."""
-        if self.is_told(row):  # Whatever another drafter's training has kept.
-            return super().choices_of(row, final)
-        text = self.texts.read(row)
-        if text not in self._choices:
-            best, normalizer = super().choices_of(row, final)
-            assert normalizer is not None  # The text does not say them.
-            found = np.empty((len(text), 1), _CHOICES)
-            found["best"], found["normalizer"] = best[:, None], normalizer[:, None]
-            self._choices.add(text, found)
-        held = self._choices[text][:, 0]
-        return held["best"], held["normalizer"]
+    lacking = len(missing(store, outputs.texts))
+    if lacking:
+        raise ValueError(
+            f"{store.folder}: lacks {lacking} of {len(outputs)} texts; run the stage "
+            "cache first"
+        )
+    return dataclasses.replace(outputs, store=store)

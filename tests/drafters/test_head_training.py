@@ -13,15 +13,14 @@ from model import block_oracle, head_layouts
 from slow_cases import slow_but
 
 from spec_jax.model import sequence
-from spec_jax.training import block, peagle, targets
+from spec_jax.training import block, heads as training_heads, peagle, targets
 
 
 def inputs_of(name):
     """Returns the weights that are trained, and the target's part of the loss."""
-    family = peagle if name == "peagle" else block
     params = PARAMS[name]
     teacher = targets.teacher_of(heads.TARGET, params.hot)
-    return family.trained(HEADS[name], params), teacher
+    return training_heads.trained(HEADS[name], params), teacher
 
 
 def softmax(x):
@@ -102,7 +101,9 @@ def batch_with_anchors(name, *, count=4, step=3):
     if name == "peagle":
         draw = peagle.Anchors(num_drafts=heads.GAMMA, seed=7, count=count)
     else:
-        draw = block.anchors_of(config, seed=7, count=count, hot=teacher.hot)
+        tokens = block.draftable(teacher.hot, config.layer.vocab_size)
+        how = {"num_drafts": config.num_drafts, "draftable": tokens}
+        draw = block.Anchors(**how, seed=7, count=count)
     return jax.tree.map(jnp.asarray, draw(batch, np.arange(2), step))
 
 

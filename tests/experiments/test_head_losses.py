@@ -18,7 +18,7 @@ from spec_jax.model import (
     head_dialects,
     sequence,
 )
-from spec_jax.training import eagle3, targets
+from spec_jax.training import eagle3, heads, targets
 
 
 STEPS = 3  # of drafting, in the loss
@@ -32,7 +32,7 @@ def test_the_loss_is_that_of_drafting(target, work, tmp_path):
     job = job_of(target, work)
     batch = job.online[np.arange(2)] | {"greedy": np.ones(2, bool)}
     teacher = targets.teacher_of(job.params, job.hot)
-    params = eagle3.init(jax.random.key(3), job.config, job.target, job.params, job.hot)
+    params = eagle3.init(jax.random.key(3), job.config, job.params, job.hot)
     head, hot = reference(tmp_path, job, params), np.asarray(job.hot)
     tokens = jnp.asarray(batch["tokens"])
     logits_of = jax.jit(sequence.logits, static_argnums=1)
@@ -96,7 +96,7 @@ def reference(folder, job, params):
 def test_a_head_begins_without_an_opinion(target, work):
     """Fails if the first logits are as large as the target's head gives for noise."""
     job = job_of(target, work)
-    made = eagle3.init(jax.random.key(0), job.config, job.target, job.params, job.hot)
+    made = eagle3.init(jax.random.key(0), job.config, job.params, job.hot)
     hidden = np.random.default_rng(0).normal(size=(500, job.config.hidden_size))
     logits = (hidden * np.asarray(made.final_norm)) @ np.asarray(made.lm_head).T
     assert 0.8 < logits.std() < 1.25
@@ -110,7 +110,7 @@ def test_a_normalizer_stands_for_the_logits_of_the_whole_vocabulary(target, work
     rows = np.arange(4)
     drawn = job.family.draw(args, job.config, job.hot)(job.online[rows], rows, 0)
     batch = jax.tree.map(jnp.asarray, drawn)
-    params = job.family.training.complete(jobs.init(args, job), job.teacher)
+    params = heads.complete(jobs.init(args, job), job.teacher)
     told = job.family.of_loss(args)
     loss = lambda batch: job.family.training.loss(
         job.config, params, batch, job.teacher, **told

@@ -31,13 +31,9 @@ def test_rollouts_are_half_greedy(target, work):
     assert sum(share < 0.9 for share in shares) >= 8
 
 
-def store_of(folder, online):
-    return targets.store_of(folder, online.params, online.config, online.taps)
-
-
 def assert_cached(store, online, rows, source=None):
     """Asserts that rows of a cache have the bits that the target computes."""
-    cached = targets.Cached.of(store, source or online)[rows]
+    cached = targets.cached(source or online, store)[rows]
     for name, array in online[rows].items():
         testing.assert_same_bits(cached[name], array, what=name)
 
@@ -45,7 +41,7 @@ def assert_cached(store, online, rows, source=None):
 def test_a_cache_has_the_bits_of_the_target(target, work, tmp_path):
     """Fails if bits differ, `--texts` does not find it, or it serves another target."""
     online = job_of(target, work).online
-    store, rows = store_of(work / "cache", online), np.array([7, 0, 19])
+    store, rows = targets.store_of(work / "cache", online), np.array([7, 0, 19])
     assert targets.missing(store, online.texts) == []
     assert_cached(store, online, rows)
     turned = dataclasses.replace(online.config, rope_theta=5e5)  # of the same weights
@@ -54,7 +50,7 @@ def test_a_cache_has_the_bits_of_the_target(target, work, tmp_path):
         ("target_config", dataclasses.replace(online, config=turned)),
     ):
         with pytest.raises(ValueError, match=f"cache.json: of another {what}; delete"):
-            store_of(work / "cache", other)
+            targets.store_of(work / "cache", other)
     elsewhere = args_of(target, tmp_path, "--texts", str(work))
     assert targets.missing(jobs.store_of(elsewhere, online), online.texts) == []
 
@@ -62,19 +58,19 @@ def test_a_cache_has_the_bits_of_the_target(target, work, tmp_path):
 def test_a_cache_goes_on_where_it_was_killed(target, work, tmp_path):
     """Fails if half a text is kept, a whole one computed again, or a later one lost."""
     online = job_of(target, work).online
-    store, first = store_of(tmp_path, online), online.texts.read(0)
+    store, first = targets.store_of(tmp_path, online), online.texts.read(0)
     with pytest.raises(ValueError, match=r"rows float32\[3, 4\] of a text of "):
         store.add(first, np.zeros((3, 4), np.float32))
     store.add(first, online.rows_of(0))
     (whole,) = tmp_path.glob("*.rows")
     half = store._path(online.texts.read(1))
     half.with_name(f"{half.name}.partial").write_bytes(whole.read_bytes()[:10])
-    store, made = store_of(tmp_path, online), []
+    store, made = targets.store_of(tmp_path, online), []
     with pytest.raises(ValueError, match="lacks 19 of 20 texts; run the stage cache"):
-        targets.Cached.of(store, online)
+        targets.cached(online, store)
     targets.write(store, online, after_text=lambda: made.append(None))
     assert len(made) == 19
-    for again in (store, store_of(tmp_path, online)):
+    for again in (store, targets.store_of(tmp_path, online)):
         assert_cached(again, online, np.arange(20))
 
 
@@ -82,21 +78,21 @@ def test_choices_are_computed_once(target, work, tmp_path):
     """Fails if a cache computes the target's choices again, or keeps other bits."""
     shutil.copytree(work / "cache", tmp_path / "cache")
     online = dataclasses.replace(job_of(target, work).online, normalizers=True)
-    store, rows = store_of(tmp_path / "cache", online), np.array([7, 0, 19])
+    store, rows = targets.store_of(tmp_path / "cache", online), np.array([7, 0, 19])
     blind = dataclasses.replace(online, params=None)
     for source in (online, blind):  # The second computes nothing.
         assert_cached(store, online, rows, source)
     with pytest.raises(AttributeError):  # Control: a text that was not read before.
-        targets.Cached.of(store, blind)[np.array([1])]
+        targets.cached(blind, store)[np.array([1])]
     # A greedy text shows its own choices, whatever the cache holds.
-    kept = targets.Cached.of(store, online)
+    kept = targets.cached(online, store)
     told = dataclasses.replace(online, normalizers=False)
     one = rows[online.texts.is_greedy[rows]][:1]
     text, expected = online.texts.read(int(one[0])), told[one]["best"]
     planted = np.array(kept._choices[text])
     planted["best"] += 1
     kept._choices.add(text, planted)
-    testing.assert_same_bits(targets.Cached.of(store, told)[one]["best"], expected)
+    testing.assert_same_bits(targets.cached(told, store)[one]["best"], expected)
     assert (kept[one]["best"] != expected).any()  # Control: the cache is read.
 
 

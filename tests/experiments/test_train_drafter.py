@@ -23,7 +23,7 @@ from spec_jax.model import (
     llama,
     load,
 )
-from spec_jax.training import loop
+from spec_jax.training import heads, loop
 
 
 pytestmark = pytest.mark.usefixtures("optax_promotes")
@@ -125,10 +125,9 @@ def assert_begins_as(head, target, work, *flags):
     args = args_of(target, work, *flags)
     job = jobs.prepare(args)
     first = jobs.rescaled(jobs.init(args, job), job.scale)
-    testing.assert_same_bits(first, job.family.training.trained(job.config, head))
-    anew = job.family.training.init(
-        jax.random.key(0), job.config, job.target, job.params, job.hot
-    )
+    testing.assert_same_bits(first, heads.trained(job.config, head))
+    key = jax.random.key(0)
+    anew = job.family.training.init(key, job.config, job.params, job.hot)
     assert jax.tree.structure(anew) == jax.tree.structure(first)
     with pytest.raises(AssertionError):
         testing.assert_same_bits(first, anew)

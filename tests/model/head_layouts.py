@@ -14,6 +14,7 @@ from spec_jax.model import (
     eagle3_files,
     eagle3_params,
     head_dialects,
+    head_params,
     params as params_lib,
 )
 
@@ -120,13 +121,13 @@ def make_params(config, dtype="float32", *, target=None):
     """Makes random weights on the target's matrices; norms and biases too, so that an
     omitted or swapped one shows."""
     target = target or target_params()
-    init, given = eagle3_params.init, {"embed": target.embed, "hot": None}
+    given = {"embed": target.embed, "hot": None}
     if is_block(config):
-        init, given = block_params.init, given | {"lm_head": target.head}
+        given["lm_head"] = target.head
     if config.draft_vocab_size < 96:
         hot = np.random.default_rng(4).permutation(96)[: config.draft_vocab_size]
         given["hot"] = jnp.asarray(np.sort(hot), jnp.int32)
-    made = init(jax.random.key(0), config, **given, stddev=0.3)
+    made = head_params.init(jax.random.key(0), config, **given, stddev=0.3)
     own = decoding.perturbed(made.replace(**dict.fromkeys(given)), 0.2)
     shared = {name: getattr(made, name) for name in given} | {"hot": None}
     if not is_block(config) and config.shares_head:

@@ -9,8 +9,8 @@ from model import head_layouts as layouts
 from model.head_layouts import CASES, DFLASH, EAGLE, ORIGIN, TARGET, with_heads
 
 from spec_jax.model import (
-    block_config_keys,
     block_dialects,
+    block_files,
     block_params,
     checkpoint_files as files,
     config as config_lib,
@@ -25,7 +25,7 @@ def nested(**changes):
 
 def to_dict(config, dialect, origin=ORIGIN):
     """Returns the object that `config.json` holds."""
-    kind = block_config_keys if layouts.is_block(config) else eagle3_dialects
+    kind = block_files if layouts.is_block(config) else eagle3_dialects
     return kind.to_dict(config, dialect, origin)
 
 
@@ -73,7 +73,7 @@ BAD_CONFIGS = [
     ("dflash2", nested(markov_rank=8), "a drafter has one head"),
     ("dflash2", nested(enable_confidence_head=True), "DFlash2 has no confidences"),
     ("z-lab", nested(selector_rank=8, selector_top_k=5), "published together"),
-    ("speculators dflash2", {"speculators_model_type": "dflash"}, "each with its own"),
+    ("speculators dflash2", {"speculators_model_type": "dflash"}, "of type dflash2"),
     ("z-lab", nested(block_size=5), "block_size=4, and in dflash_config 5"),
     ("z-lab", {"layer_types": ["chunked_attention"] * 2},
      "chunked_attention.*: each layer is one of full_attention, sliding_attention"),
@@ -112,7 +112,7 @@ BAD_CONFIGS = [
     ("speculators", {"sample_from_anchor": ...},
      "no sample_from_anchor, and both kinds"),
     ("speculators", {"query_zero_predicts_next": True}, "contradict each other"),
-    ("speculators", {"speculators_model_type": "dflash"}, "each with its own architec"),
+    ("speculators", {"speculators_model_type": "dflash"}, "of type dspark"),
     ("speculators", {"confidence_temperatures": [1.0, 0.0, 1.0]}, ABOVE_0),
     ("speculators", {"confidence_shifts": [1.0, math.inf, 1.0]},
      "must be 3 finite numb"),
@@ -121,7 +121,7 @@ BAD_CONFIGS = [
     ("midlayer", {"architectures": PARALLELS},
      "no mask_token_id: state the token of the masks"),
     ("midlayer", {"architectures": PARALLELS, "mask_token_id": 3, "pard_token": 4},
-     "mask_token_id, pard_token: state the token"),
+     "mask_token_id=3, pard_token=4 contradict each other"),
     ("midlayer", {"architectures": PARALLELS, "pard_token": 96},
      "mask_token_id=96 is outside the target's embedding of 96 rows"),
     ("midlayer",

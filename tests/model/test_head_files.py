@@ -109,7 +109,7 @@ def test_a_published_parallel_head_of_8b(tmp_path):
     path.write_text(json.dumps(raw))
     dialect, config = eagle3_dialects.read_config(path, target)
     assert (dialect, config.taps) == ("midlayer", (2, 18, 33))
-    names = eagle3_files._names(config, dialect, has_embed=True)
+    names = eagle3_files.FAMILY.tensors(config, dialect, embed=True, lm_head=True)
     shapes = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
     expected = {
         "mask_hidden": (1, 1, 12288),
@@ -141,6 +141,14 @@ def test_an_embedding_of_its_own_is_kept(tmp_path):
             testing.assert_same_bits(loaded.embed, own.embed)
     with pytest.raises(files.CheckpointError, match="for another target"):
         layouts.load(tmp_path, case)
+
+
+def test_a_rounded_embedding_is_known_by_its_copy(tmp_path):
+    """Fails if a head is taken for another target's because the target has blocks."""
+    layouts.save(tmp_path, "deepspec eagle3")
+    rounded = params_lib.to_bytes(layouts.target_params())
+    found = eagle3_files.load(tmp_path, TARGET, rounded)[1]
+    assert found.embed is rounded.embed
 
 
 def test_a_shared_projection_is_rows_of_the_target(tmp_path):

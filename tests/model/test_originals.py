@@ -24,7 +24,12 @@ from spec_jax.model import (
     families,
     save as save_lib,
 )
-from spec_jax.training import block, eagle3 as eagle3_training, targets
+from spec_jax.training import (
+    block,
+    eagle3 as eagle3_training,
+    heads as training_heads,
+    targets,
+)
 
 
 pytestmark = [
@@ -168,13 +173,13 @@ def batch_of(mask, features, final, tokens=TOKENS):
 
 def anchored(config, batch):
     """Draws three anchors of blocks for a batch."""
-    draw = block.anchors_of(config, seed=0, count=3, hot=None)
+    draw = block.Anchors(num_drafts=config.num_drafts, seed=0, count=3)
     return draw(batch, np.arange(1), 1)
 
 
 def block_loss(config, params, batch) -> float:
     """Returns our own loss, with the terms of the head's kind."""
-    trained = block.trained(config, params)
+    trained = training_heads.trained(config, params)
     teacher = targets.teacher_of(layouts.target_params(), None)
     terms = block.DSPARK if config.head != "none" else block.DFLASH
     batch = jax.tree.map(jnp.asarray, batch)
@@ -303,7 +308,7 @@ def eagle_losses(config, params, features, final, num_steps) -> list[float]:
     batch = jax.tree.map(jnp.asarray, batch)
     teacher = targets.teacher_of(layouts.target_params(), params.hot)
     loss = functools.partial(
-        eagle3_training.loss, config, eagle3_training.trained(config, params), batch
+        eagle3_training.loss, config, training_heads.trained(config, params), batch
     )
     return [float(loss(teacher, steps=steps)) for steps in num_steps]
 

@@ -255,7 +255,7 @@ HEADS = (
            "jnp.take_along_axis(hidden, above[:, :, None], axis=1)",
            "jax.lax.dynamic_slice_in_dim(hidden, first, tree.width, axis=1)",
            "drafters/test_heads.py::test_children_are_the_oracles[eagle3]"),
-    Mutant("offsets of a draft vocabulary are added twice", "model.head_files:read_hot",
+    Mutant("offsets of a draft vocabulary are added twice", "model.head_files:_read_hot",
            "np.arange(Vd) + offsets", "np.arange(Vd) + 2 * offsets",
            "model/test_head_files.py::test_saved_and_loaded_is_the_same[midlayer]"),
     Mutant("children of a native call are drawn with the noise of the level before",

@@ -4,7 +4,7 @@ import decoding
 import jax.numpy as jnp
 from model import head_layouts
 
-from spec_jax.model import block_params, decoder, row_model
+from spec_jax.model import decoder, head_params, row_model
 from spec_jax.ops import projection
 from spec_jax.paging import allocator
 
@@ -31,7 +31,7 @@ def make(config=PLAIN, dtype="float32", form=None):
         markov = markov.replace(out=8 * markov.out)  # The token before decides.
         weights = weights.replace(markov=markov)
     config = head_layouts.with_dtype(config, dtype)
-    return config, block_params.prepare(weights, "native", form=form)
+    return config, head_params.prepare(weights, "native", form=form)
 
 
 def new_slots(layer, num_slots=SLOTS):

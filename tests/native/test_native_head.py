@@ -10,7 +10,7 @@ import pytest
 from model import head_layouts, test_eagle3_head as heads
 
 from spec_jax import testing
-from spec_jax.model import block_draft, decoder, eagle3, eagle3_params
+from spec_jax.model import block_draft, decoder, eagle3, head_params
 from spec_jax.native import block_steps
 from spec_jax.ops import dispatch, projection, rms_norm, row_attention
 from spec_jax.paging import cache
@@ -25,7 +25,7 @@ def make(variant, dtype, form=None, **sizes):
     layer = dataclasses.replace(config.layer, **sizes)
     config = dataclasses.replace(config, layer=layer)
     params = head_layouts.make_params(config, dtype)
-    return config, eagle3_params.prepare(params, "native", form=form)
+    return config, head_params.prepare(params, "native", form=form)
 
 
 def compile_(config, operations=False):
@@ -76,7 +76,7 @@ def test_a_step_is_its_operations(monkeypatch, dtype, variant, live, form, embed
     if embed != dtype:
         wide = jax.random.normal(jax.random.key(9), params.embed.shape, embed)
         operations = params.replace(embed=wide)
-        params = eagle3_params.prepare(operations, "native")
+        params = head_params.prepare(operations, "native")
     monkeypatch.setattr(eagle3, "_row_norm", models.native_norm)  # before `fc`, in both
     expected = run(config, operations, live, operations=True)
     testing.assert_same_bits(run(config, params, live), expected)

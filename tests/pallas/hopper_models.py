@@ -21,9 +21,7 @@ from spec_jax.engine import (
 from spec_jax.gamma import schedule
 from spec_jax.model import (
     block_draft,
-    block_params,
     decoder,
-    eagle3_params,
     params as params_lib,
     row_model,
 )
@@ -176,7 +174,7 @@ def head_round(name: str, *, layers: int) -> hopper.Program:
     """Builds `round.run_round` of one slot, with trees of a head."""
     target = _slots(name, layers=layers)
     drafter = head(name).for_tree(tree_shapes.parse(TREE))
-    params = params_lib.shapes(target.config), eagle3_params.shapes(drafter.head)
+    params = params_lib.shapes(target.config), drafter.head.shapes()
     return _round(target, drafter, params)
 
 
@@ -204,7 +202,7 @@ def block_step(name: str, *, size: int, num_blocks: int) -> hopper.Program:
 
     each_row = dict.fromkeys(("tokens", "slots", "positions"), _ints(size * num_blocks))
     blocks = decoder.Rows(**each_row, num_active=_ints())
-    args = block_params.shapes(config), cache, blocks
+    args = config.shapes(), cache, blocks
     return hopper.Program(fn=step, args=args, donate=(1,))
 
 
@@ -214,7 +212,7 @@ def block_round(
     """Builds `round.run_round` with DFlash, or with DSpark and a schedule."""
     target = _slots(name, layers=layers, num_slots=num_slots)
     drafter = block_head(name, kind=kind, size=size)
-    shapes = params_lib.shapes(target.config), block_params.shapes(drafter.head)
+    shapes = params_lib.shapes(target.config), drafter.head.shapes()
     if kind == "dflash":
         return _round(target, drafter, shapes)
     chosen = schedule.Schedule(gamma_max=drafter.gamma_max)

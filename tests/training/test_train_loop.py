@@ -45,7 +45,7 @@ def test_a_log_is_read_to_the_checkpoint(tmp_path):
 
 
 def test_every_window_comes_once_an_epoch():
-    step = functools.partial(batches.of_step, np.arange(6)[:, None], seed=0)
+    step = functools.partial(batches.rows_of_step, np.ones(6, int), seed=0)
     epochs = np.reshape([step(size=2, step=number) for number in range(6)], (2, 6))
     assert (np.sort(epochs) == np.arange(6)).all()
     assert not np.array_equal(*epochs)
@@ -217,9 +217,9 @@ texts = {
     name: rng.normal(size=(16, 13, 16)).astype(np.float32)
     for name in ("features", "final")
 }
-draw = block.anchors_of(head, seed=0, count=4, hot=None)
+draw = block.Anchors(num_drafts=head.num_drafts, seed=0, count=4)
 batch = draw(texts, np.arange(16), 0)
-given = block.init(jax.random.key(0), head, config, params, None)
+given = block.init(jax.random.key(0), head, params, None)
 teacher, made = targets.teacher_of(params, None), {}
 loss = functools.partial(block.loss, head)
 for count in (1, 8):
