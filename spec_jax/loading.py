@@ -277,7 +277,7 @@ def entries(
 
     Padding is left out if the models' differ, or if a family does not keep it.
     """
-    is_kept = all(families.of(config).KEEPS_PADDING for config in configs)
+    is_kept = all(families.of(config).keeps_padding for config in configs)
     if is_kept and len({config.vocab_size for config in configs}) == 1:
         return None
     return words.num_ids

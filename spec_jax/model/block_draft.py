@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from spec_jax.model import block_params, decoder, rotary, sequence
+from spec_jax.model import block_params, decoder, families, sequence
 from spec_jax.native import block_steps
 from spec_jax.ops import (
     dispatch,
@@ -256,7 +256,7 @@ def forward_sequence(
     (B, T), A, S = tokens.shape, anchors.shape[1], config.block_size
     N, K, H = layer.num_heads, layer.num_kv_heads, layer.head_dim
     dtype = params.final_norm.dtype
-    table, angle_scale = rotary.rope_table(layer)
+    table, angle_scale = families.of(layer).rope_table(layer)
     frequencies = jnp.asarray(table)
 
     def heads(x, weight, norm, positions):

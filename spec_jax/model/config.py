@@ -156,17 +156,18 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3Config(ModelConfig):
-    """A dense Qwen3 model.
+class GatedConfig(ModelConfig):
+    """A dense model with RMSNorm and a gated MLP, as Qwen3, Qwen2 and Llama.
 
-    `head_dim` is stated, never derived: `num_heads * head_dim` differs from
-    `hidden_size` in Qwen3-0.6B, 4B and 32B.
+    Attributes:
+      has_head_norms: whether queries and keys are normed.
+      has_biases: whether queries, keys and values have biases.
     """
 
-    model_type = "qwen3"
+    has_head_norms: ClassVar[bool] = False
+    has_biases: ClassVar[bool] = False
 
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 1_000_000.0
     scaling: Scaling | None = None
 
     def validate(self) -> Self:
@@ -176,6 +177,20 @@ class Qwen3Config(ModelConfig):
         if self.scaling is not None:
             self.scaling.validate(self.rope_theta)
         return self
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3Config(GatedConfig):
+    """A dense Qwen3 model.
+
+    `head_dim` is stated, never derived: `num_heads * head_dim` differs from
+    `hidden_size` in Qwen3-0.6B, 4B and 32B.
+    """
+
+    model_type = "qwen3"
+    has_head_norms = True
+
+    rope_theta: float = 1_000_000.0
 
 
 SIZES = {

@@ -101,7 +101,7 @@ def load(
     entries = _find(folder, config, on_mesh=layout is not None)
     if vocab_size is not None:
         config = _with_entries(folder, config, vocab_size)
-    names = families.of(config).tensors(config)
+    names = params_lib.tensors(config)
     if layout is not None:
         load_shards.check(config, layout)
     _check_memory(folder, config, available_bytes, layout)
@@ -152,7 +152,7 @@ def _find(
             "save it as a folder, and load that"
         )
     family = families.of(config)
-    ignored = re.compile(family.IGNORED)
+    ignored = re.compile(family.ignored)
     if is_gguf:
         found = gguf_file.find(folder)
     elif config.is_bytes:
@@ -163,7 +163,7 @@ def _find(
     entries = {name: one for name, one in found.items() if not ignored.search(name)}
     # Before anything is made for each layer: a config may name a hundred million.
     _check_num_layers(folder, config, entries)
-    names = family.tensors(config)
+    names = params_lib.tensors(config)
     if config.is_bytes and not is_gguf:
         known = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
         entries = byte_weights.of_folder(entries, known)
@@ -225,7 +225,7 @@ def required_bytes(
         wide = 2 * math.prod(leaf.shape) * 4 if config.is_bytes else 0
         return copies * params_lib.num_bytes(leaf) + wide
 
-    each = jax.tree.map(needs, shapes, families.of(config).tensors(config))
+    each = jax.tree.map(needs, shapes, params_lib.tensors(config))
     largest = max(jax.tree.leaves(each))
     total = sum(size(*leaf) for leaf in jax.tree_util.tree_leaves_with_path(shapes))
     return total, largest + 2 * tensor_values.BLOCK_BYTES

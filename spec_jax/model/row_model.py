@@ -84,7 +84,6 @@ class RowModel:
     Raises:
       ValueError: no such implementation, a slab that it does not take, an unknown kind
         of cache, or a mesh that does not divide the heads.
-      NotImplementedError: an implementation without kernels for the model's family.
     """
 
     config: config_lib.ModelConfig
@@ -180,13 +179,13 @@ class RowModel:
         kv: paged.PagedKV,
         **how: Any,
     ) -> tuple[paged.PagedKV, decoder.RowOutputs]:
-        """Runs a slab of rows: `forward_rows` of the family, on each device its part.
+        """Runs a slab of rows: `decoder.forward_rows`, on each device its part.
 
         Logits and features are the same on all of them.
         """
 
         def forward(params, rows, kv):
-            return families.of(self.config).forward_rows(
+            return decoder.forward_rows(
                 params, self.config, rows, kv, impl=self.impl, **how
             )
 
@@ -264,8 +263,7 @@ class RowModel:
     @property
     def runs_chains(self) -> bool:
         """Whether its family continues texts greedily in one call: `run_chains`."""
-        chain_impls = families.of(self.config).CHAIN_IMPLS
-        return self.layout is None and self.impl in chain_impls
+        return self.layout is None and self.impl in families.of(self.config).fused
 
     def choose(
         self, logits: Float[Array, "slab V"], num_active: Int[Array, ""]
@@ -374,7 +372,6 @@ def _prefill(
         length=length,
         slot=slot,
         slab=NATIVE_PREFILL_SLAB if model.impl == "native" else model.slab,
-        impl=model.impl,
         taps=taps,
         begun=0 if begun is None else begun,
         before=before,

@@ -16,7 +16,6 @@ from spec_jax.model import (
     byte_weights,
     checkpoint_files as files,
     config as config_lib,
-    families,
     params as params_lib,
     tokenizer as tokenizer_lib,
 )
@@ -55,7 +54,7 @@ def save(
     _check_params(config, params)
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise ValueError(f"{max_shard_bytes=} must be positive")
-    tensors = pending(params, families.of(config).tensors(config))
+    tensors = pending(params, params_lib.tensors(config))
     shards = _shards(tensors, max_shard_bytes)
     texts = {"config.json": config_lib.to_dict(config)}
     if tokenizer is not None:

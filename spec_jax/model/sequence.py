@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax import pytree
-from spec_jax.model import config as config_lib, families, params as params_lib, rotary
+from spec_jax.model import config as config_lib, families, params as params_lib
 from spec_jax.ops import bits, rms_norm, rope, swiglu, weights
 from spec_jax.typing import typed
 
@@ -118,7 +118,7 @@ def heads(layer, config, x, positions, *, bias=None):
     made = matmul(x, layer.qkv, bias)
     made = made.reshape(*x.shape[:-1], N + 2 * K, H)
     q, k, v = jnp.split(made, (N, N + K), axis=-2)
-    table, scale = rotary.rope_table(config)
+    table, scale = families.of(config).rope_table(config)
     frequencies = jnp.asarray(table)
     if layer.q_norm is not None:
         q = norm(q, layer.q_norm, config.rms_norm_eps)

@@ -19,7 +19,6 @@ from spec_jax import testing
 from spec_jax.model import (
     config as config_lib,
     decoder,
-    families,
     gpt_neox,
     observe,
     params as params_lib,
@@ -93,16 +92,23 @@ def compile_forward(**how):
 
     @functools.partial(jax.jit, static_argnames=("config", "impl"))
     def forward(params, config, rows, kv, *, impl):
-        run_rows = families.of(config).forward_rows
+        run_rows = decoder.forward_rows
         return run_rows(params, config, rows, kv, impl=impl, taps=(0, 1), **how)
 
     return forward
 
 
 _forward = compile_forward()
-_prefill_rows = jax.jit(
-    decoder.prefill_rows, static_argnames=("config", "slab", "impl")
-)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "slab", "impl"))
+def _prefill_rows(params, config, kv, *, impl, **how):
+    """Runs `decoder.prefill_rows` by `decoder.forward_rows`."""
+
+    def forward(params, rows, kv, **how):
+        return decoder.forward_rows(params, config, rows, kv, impl=impl, **how)
+
+    return decoder.prefill_rows(params, config, kv, forward=forward, **how)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
