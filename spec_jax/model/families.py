@@ -45,7 +45,7 @@ class Family:
       orders: takes a config; returns `params.Parts.order` of fields that have one.
       rope_table: takes a config; returns inverse frequencies `[H/2]`, and the scale of
         cos and sin.
-      run_layer, run_head: for `decoder.run_rows`.
+      run_layer, run_head: for `decoder.forward_rows`, as those of `qwen3`.
       sequence_layer: takes a layer, the config, a residual `[B, T, D]` and positions;
         returns the residual after the layer, its keys and its values.
       sequence_norm: takes the weights, the config and a residual; returns it after the

@@ -1,7 +1,7 @@
 """The operations of a forward pass by name, and the hook that sees them.
 
-`decoder.forward_rows` calls a hook, `observe(layer, operation, value)`, with what leaves
-Qwen3's kernels, all of `LEAVES_ROWS`; what the hook returns is what goes on.
+`decoder.forward_rows` calls a hook, `observe(layer, operation, value)`, with what
+leaves Qwen3's kernels, all of `LEAVES_ROWS`; what the hook returns is what goes on.
 Values have a row of the slab first and any shape after it; padding rows are
 unspecified.
 

@@ -87,13 +87,13 @@ def text(slot: int = 0, length: int = PREFIX + WINDOW) -> np.ndarray:
     return np.random.default_rng(100 + slot).integers(1, 160, length).astype(np.int32)
 
 
-def compile_forward(**how):
+def compile_forward(**hook):
     """Returns a jitted `forward_rows` with its own cache of compiled programs."""
 
     @functools.partial(jax.jit, static_argnames=("config", "impl"))
     def forward(params, config, rows, kv, *, impl):
-        run_rows = decoder.forward_rows
-        return run_rows(params, config, rows, kv, impl=impl, taps=(0, 1), **how)
+        how = {"impl": impl, "taps": (0, 1), **hook}
+        return decoder.forward_rows(params, config, rows, kv, **how)
 
     return forward
 
