@@ -31,7 +31,9 @@ def stored_shape(K: int, form: str) -> tuple[int, int]:
 
 
 def num_bytes(leaf: jax.ShapeDtypeStruct, form: str) -> int:
-    """Returns the bytes that the blocks of a matrix of `leaf`'s shape take."""
+    """Returns the bytes of a weight of `leaf`'s shape, in blocks unless it is dense."""
+    if form == "dense":
+        return params_lib.num_bytes(leaf)
     N, K = leaf.shape
     return N * math.prod(stored_shape(K, form))
 
@@ -122,15 +124,15 @@ def to_store(w: weights.Weight, rows: slice | np.ndarray) -> np.ndarray:
 
 
 def say_converted(
-    path: object, kinds: Mapping[str, str], forms: Mapping[str, str]
+    path: object, entries: Mapping[str, files.Entry], forms: Mapping[str, str]
 ) -> None:
     """Warns if quantised weights of a file are converted to another form.
 
     Args:
-      kinds, forms: the kind of each tensor in the file, and the form made of it.
+      forms: the form made of each tensor.
     """
     for form, taken in _TAKEN.items():
-        held = {kinds[name] for name in kinds if forms.get(name) == form}
+        held = {one.kind for name, one in entries.items() if forms.get(name) == form}
         if others := sorted(held - {*taken, *files.DTYPES}):
             logging.getLogger(__name__).warning(
                 "%s: weights of %s are converted to %s",

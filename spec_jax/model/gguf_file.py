@@ -139,6 +139,7 @@ def _entry(
         "path": path,
         "shape": tensor.shape,
         "offset": tensor.offset,
+        "kind": tensor.kind,
     }
     plain = files.DTYPES.get(tensor.kind)
     if plain is not None and rows == 1:
@@ -192,12 +193,6 @@ _BLOCKS: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
     "Q4_1": ("q4_1", lambda raw: raw.view(files.STORED["q4_1"])),
     "Q4_0": ("q4_1", _with_minimum),
 }
-
-
-def kinds(path: pathlib.Path) -> dict[str, str]:
-    """Returns the kinds of a file's tensors, such as "F32" or "Q8_0", by name."""
-    tensors = gguf_header.read(path).tensors
-    return {_renamed(name): tensor.kind for name, tensor in tensors.items()}
 
 
 def _renamed(name: str) -> str:

@@ -21,7 +21,7 @@ from spec_jax.model import (
     checkpoint_files as files,
     config as config_lib,
     head_dialects,
-    load as load_lib,
+    load_shards,
     params as params_lib,
     save as save_lib,
     tensor_values,
@@ -113,7 +113,7 @@ class Family:
         absent = dict.fromkeys(given)
 
         def one(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> jax.Array:
-            return jnp.array(load_lib.assemble(leaf, sources, entries), copy=True)
+            return jnp.array(load_shards.read_rows(leaf, sources, entries), copy=True)
 
         own = self.shapes(config).replace(**absent), names.replace(**absent)
         params = jax.tree.map(one, *own).replace(**given)

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import psutil
 
 from spec_jax.model import (
@@ -129,7 +128,7 @@ def load(
         if form != "dense":
             weight = byte_weights.assemble(leaf, sources, entries, form)
             return jax.block_until_ready(weights_lib.prepare(weight, impl or "xla"))
-        buffer = assemble(leaf, sources, entries)
+        buffer = load_shards.read_rows(leaf, sources, entries)
         # A copy, and waited for, so that the buffer is free before the next is taken.
         if impl == "native" and len(leaf.shape) == 2 and sources is not table:
             weight = weights_lib.prepare(jnp.asarray(buffer), impl)
@@ -155,51 +154,41 @@ def _find(
     ignored = re.compile(family.ignored)
     if is_gguf:
         found = gguf_file.find(folder)
-    elif config.is_bytes:
-        dtypes = files.DTYPES | {"U8": files.WHOLE_DTYPES["U8"]}
-        found = files.find(folder, dtypes=dtypes)
     else:
-        found = files.find(folder)
+        blocks = {"U8": files.WHOLE_DTYPES["U8"]} if config.is_bytes else {}
+        found = files.find(folder, dtypes=files.DTYPES | blocks)
     entries = {name: one for name, one in found.items() if not ignored.search(name)}
     # Before anything is made for each layer: a config may name a hundred million.
     _check_num_layers(folder, config, entries)
     names = params_lib.tensors(config)
-    if config.is_bytes and not is_gguf:
-        known = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
-        entries = byte_weights.of_folder(entries, known)
+    known = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
+    required = list(known)
+    if is_gguf and config.is_bytes:
+        byte_weights.say_converted(folder, entries, _forms(config, names))
     elif config.is_bytes:
-        shapes = jax.tree_util.tree_leaves_with_path(params_lib.shapes(config))
-        forms = {
-            name: params_lib.form_of(*leaf, config.weights)
-            for leaf, sources in zip(shapes, jax.tree.leaves(names), strict=True)
-            for name, _ in sources.parts
-        }
-        byte_weights.say_converted(folder, gguf_file.kinds(folder), forms)
-    _check_entries(folder, config, entries, names)
-    if config.tie_word_embeddings:
-        _check_tied(folder, entries, names, family.LM_HEAD)
+        entries = byte_weights.of_folder(entries, known)
+    lm_head = f"{family.names['lm_head']}.weight"
+    ((embed, shape),) = names.embed.parts
+    if config.tie_word_embeddings:  # The files may hold the head as a copy.
+        known[lm_head] = shape
+    files.check_names(folder, entries, required=required, known=known)
+    is_copied = config.tie_word_embeddings and lm_head in entries
+    if is_copied and not tensor_values.same_values(entries[lm_head], entries[embed]):
+        raise CheckpointError(
+            f"{folder}: tie_word_embeddings is true, but {lm_head} differs from "
+            f"{embed}; set it to false in config.json, or remove the tensor"
+        )
     return entries
 
 
-def assemble(
-    leaf: jax.ShapeDtypeStruct,
-    sources: params_lib.Parts,
-    entries: Mapping[str, files.Entry],
-) -> np.ndarray:
-    """Reads one array of the shape and dtype of `leaf`, with its values checked.
-
-    Raises:
-      CheckpointError: a tensor cannot be read, or holds a value that is not finite.
-    """
-    buffer = np.empty(leaf.shape, leaf.dtype)
-    start = 0
-    for name, shape in sources.parts:
-        part = buffer[start : start + shape[0]]
-        # The first rows, if the vocabulary is cut.
-        tensor_values.read_into(dataclasses.replace(entries[name], shape=shape), part)
-        tensor_values.check_finite(entries[name], part)
-        start += shape[0]
-    return buffer if sources.order is None else buffer[sources.order.reshape(-1)]
+def _forms(config: config_lib.ModelConfig, names: params_lib.Params) -> dict[str, str]:
+    """Returns the form of each tensor's weight."""
+    shapes = jax.tree_util.tree_leaves_with_path(params_lib.shapes(config))
+    return {
+        name: params_lib.form_of(*leaf, config.weights)
+        for leaf, sources in zip(shapes, jax.tree.leaves(names), strict=True)
+        for name, _ in sources.parts
+    }
 
 
 def required_bytes(
@@ -207,27 +196,28 @@ def required_bytes(
 ) -> tuple[int, int]:
     """Returns the bytes of the weights, and the most that loading takes besides.
 
-    A model on a mesh counts those of one device.
+    A model on a mesh counts those of one device: a piece of a weight on the host, the
+    same on the device, and a copy of it.
     """
-    shapes = params_lib.shapes(config)
+    shapes, names = params_lib.shapes(config), params_lib.tensors(config)
     if layout is not None:
-        return load_shards.required_bytes(shapes, layout, config.weights)
-
-    def size(path: Any, leaf: jax.ShapeDtypeStruct) -> int:
+        shapes, names = load_shards.whole(shapes), load_shards.whole(names)
+    total = largest = 0
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    for (path, leaf), sources in zip(leaves, jax.tree.leaves(names), strict=True):
         form = params_lib.form_of(path, leaf, config.weights)
-        if form == "dense":
-            return params_lib.num_bytes(leaf)
-        return byte_weights.num_bytes(leaf, form)
-
-    def needs(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> int:
-        copies = 1 if sources.order is None else 2  # As stored, and in order.
-        # Bytes are held twice, and beside them what they are made of, float32 at most.
-        wide = 2 * math.prod(leaf.shape) * 4 if config.is_bytes else 0
-        return copies * params_lib.num_bytes(leaf) + wide
-
-    each = jax.tree.map(needs, shapes, params_lib.tensors(config))
-    largest = max(jax.tree.leaves(each))
-    total = sum(size(*leaf) for leaf in jax.tree_util.tree_leaves_with_path(shapes))
+        held, wide = byte_weights.num_bytes(leaf, form), 4 * math.prod(leaf.shape)
+        if layout is not None:
+            is_cut = load_shards.cut_of(path, leaf) is not None
+            count = layout.devices if is_cut else 1
+            read = params_lib.num_bytes(leaf) if form == "dense" else wide
+            held, needed = -(-held // count), 3 * -(-read // count)
+        else:
+            copies = 1 if sources.order is None else 2  # As stored, and in order.
+            needed = copies * params_lib.num_bytes(leaf)
+            # Bytes are held twice, and beside them their source, float32 at most.
+            needed += 2 * wide if config.is_bytes else 0
+        total, largest = total + held, max(largest, needed)
     return total, largest + 2 * tensor_values.BLOCK_BYTES
 
 
@@ -244,23 +234,6 @@ def _with_entries(
     return dataclasses.replace(config, vocab_size=vocab_size)
 
 
-def _check_tied(
-    folder: pathlib.Path,
-    entries: Mapping[str, files.Entry],
-    names: Any,
-    lm_head: str,
-) -> None:
-    """Refuses a head of its own beside the embedding that it is said to be."""
-    embed, _ = names.embed.parts[0]
-    if lm_head in entries and not tensor_values.same_values(
-        entries[lm_head], entries[embed]
-    ):
-        raise CheckpointError(
-            f"{folder}: tie_word_embeddings is true, but {lm_head} differs from "
-            f"{embed}; set it to false in config.json, or remove the tensor"
-        )
-
-
 def _check_num_layers(
     folder: pathlib.Path,
     config: config_lib.ModelConfig,
@@ -274,22 +247,6 @@ def _check_num_layers(
             f"weights beside it are of {len(held)} layers; correct it, or download the "
             "model again"
         )
-
-
-def _check_entries(
-    folder: pathlib.Path,
-    config: config_lib.ModelConfig,
-    entries: Mapping[str, files.Entry],
-    names: Any,
-) -> None:
-    """Checks that every tensor of the model is there, in its shape, and no other."""
-    expected = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
-    required = list(expected)
-    if config.tie_word_embeddings:
-        # The files may hold the head as a copy.
-        _, shape = names.embed.parts[0]
-        expected[families.of(config).LM_HEAD] = shape
-    files.check_names(folder, entries, required=required, known=expected)
 
 
 def _check_memory(

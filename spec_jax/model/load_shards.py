@@ -9,7 +9,7 @@ are on every device.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.model import (
-    byte_weights,
     checkpoint_files as files,
     config as config_lib,
     params as params_lib,
@@ -108,22 +107,6 @@ def with_whole_head(
     return params.replace(lm_head=joined)
 
 
-def required_bytes(
-    shapes: params_lib.Params, layout: shard.Layout, form: str
-) -> tuple[int, int]:
-    """Returns the bytes of one device's weights, and the most that loading one of them
-    takes besides: a piece on the host, the same on the device, and a copy of it."""
-    total = largest = 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(whole(shapes)):
-        count = 1 if cut_of(path, leaf) is None else layout.devices
-        held = read = params_lib.num_bytes(leaf)
-        own = params_lib.form_of(path[-1:], leaf, form)
-        if own != "dense":  # Made of float32.
-            held, read = byte_weights.num_bytes(leaf, own), 4 * math.prod(leaf.shape)
-        total, largest = total - (-held // count), max(largest, -(-read // count))
-    return total, 3 * largest + 2 * tensor_values.BLOCK_BYTES
-
-
 def read(
     shapes: params_lib.Params,
     names: params_lib.Params,
@@ -155,8 +138,7 @@ def read(
             make = lambda read: weights.to_bytes(jnp.asarray(read), own).replace(of=of)
             leaf = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
         if cut is None:
-            ends = 0, leaf.shape[0]
-            read = make(_rows(sources, entries, [ends], leaf.shape[1:], leaf.dtype))
+            read = make(read_rows(leaf, sources, entries))
             return jax.block_until_ready(jax.tree.map(layout.replicated, read))
         split, is_head = _inputs if cut == "inputs" else _outputs, len(path) == 1
         return split(leaf, sources, entries, layout, impl, make=make, gathers=is_head)
@@ -176,7 +158,7 @@ def _outputs(leaf, sources, entries, layout, impl, *, make, gathers):
     def read_piece(device, piece):
         number = device * per_device + piece
         ends = [(number * size, (number + 1) * size) for size in sizes]
-        return make(_rows(sources, entries, ends, leaf.shape[1:], leaf.dtype))
+        return make(read_rows(leaf, sources, entries, ends))
 
     return weights.Split(
         pieces=_place(layout, impl, per_device, read_piece),
@@ -204,27 +186,36 @@ def _inputs(leaf, sources, entries, layout, impl, *, make, gathers):
     return weights.Split(pieces=pieces, cut="inputs", sizes=leaf.shape[:1])
 
 
-def _rows(sources, entries, ends, tail, dtype):
-    """Stacks rows `[start, stop)` of each matrix, with zeros past a tensor's end."""
+def read_rows(
+    leaf: jax.ShapeDtypeStruct,
+    sources: params_lib.Parts,
+    entries: Mapping[str, files.Entry],
+    ends: Sequence[tuple[int, int]] = (),
+) -> np.ndarray:
+    """Reads rows of an array of the shape and dtype of `leaf`, with values checked.
+
+    Args:
+      ends: rows `[start, stop)` of each matrix, zeros past a tensor's end; none: all.
+
+    Raises:
+      CheckpointError: a tensor cannot be read, or holds a value that is not finite.
+    """
+    ends = ends or [(0, height) for height in sources.heights]
     if sources.order is not None:
         parts = zip(sources.order, ends, strict=True)
         wanted = np.concatenate([order[start:stop] for order, (start, stop) in parts])
         first = wanted.min()
-        stored, ends = params_lib.Parts(sources.parts), [(first, wanted.max() + 1)]
-        return _rows(stored, entries, ends, tail, dtype)[wanted - first]
-    out = np.zeros((sum(stop - start for start, stop in ends), *tail), dtype)
-    at = 0
+        stored = params_lib.Parts(sources.parts)
+        held = read_rows(leaf, stored, entries, [(first, wanted.max() + 1)])
+        return held[wanted - first]
+    height = sum(stop - start for start, stop in ends)
+    out, at = np.zeros((height, *leaf.shape[1:]), leaf.dtype), 0
     for (name, shape), (start, stop) in zip(sources.parts, ends, strict=True):
         kept = max(0, min(stop, shape[0]) - start)
-        entry = entries[name]
-        row_bytes = math.prod(tail) * entry.dtype.itemsize
-        part = out[at : at + kept]
-        tensor_values.read_into(
-            dataclasses.replace(
-                entry, shape=part.shape, offset=entry.offset + start * row_bytes
-            ),
-            part,
-        )
+        entry, part = entries[name], out[at : at + kept]
+        skipped = start * math.prod(shape[1:]) * entry.dtype.itemsize
+        where = {"shape": part.shape, "offset": entry.offset + skipped}
+        tensor_values.read_into(dataclasses.replace(entry, **where), part)
         tensor_values.check_finite(entry, part)
         at += stop - start
     return out

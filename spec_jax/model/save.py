@@ -117,9 +117,10 @@ def _check_params(config: config_lib.ModelConfig, params: params_lib.Params) -> 
             raise ValueError(
                 f"the config says {config.weights=}, the weights are others"
             )
-    params = params_lib.map_matrices(_shape_of, params)
-    structures = {jax.tree.structure(tree) for tree in (params, shapes)}
-    if len(structures) > 1:
+    params = params_lib.map_matrices(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params
+    )
+    if jax.tree.structure(params) != jax.tree.structure(shapes):
         raise ValueError(
             f"the weights have {len(params.layers)} layers and "
             f"{'no' if params.lm_head is None else 'an'} lm_head, the config says "
@@ -134,10 +135,6 @@ def _check_params(config: config_lib.ModelConfig, params: params_lib.Params) -> 
             )
 
 
-def _shape_of(leaf: weights_lib.Weight) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
 def pending(params: Any, names: Any) -> list[files.Pending]:
     """Lists the tensors to write, in the order of `params`; copies no weight yet.
 
@@ -149,33 +146,26 @@ def pending(params: Any, names: Any) -> list[files.Pending]:
     for leaf, sources in zip(leaves, jax.tree.leaves(names), strict=True):
         start = 0
         back = None if sources.order is None else np.argsort(sources.order.reshape(-1))
+        is_bytes, dtype = weights_lib.is_bytes(leaf), np.dtype(leaf.dtype)
+        fetch_rows = byte_weights.to_store if is_bytes else _matrix_rows
         for name, shape in sources.parts:
             stop = start + shape[0]
             rows = slice(start, stop) if back is None else back[start:stop]
-
-            if weights_lib.is_bytes(leaf):
-                form = weights_lib.form(leaf)
-                shape = shape[0], *byte_weights.stored_shape(shape[1], form)
-                store = functools.partial(byte_weights.to_store, leaf, rows)
-                tensors.append(
-                    files.Pending(
-                        name=name, dtype=np.dtype(np.uint8), shape=shape, fetch=store
-                    )
-                )
-                start = stop
-                continue
-
-            def fetch(leaf=leaf, rows=rows) -> np.ndarray:
-                # A copy, because an array keeps the host value that was asked of it:
-                # the whole model would be held twice in the end.
-                return np.asarray(jnp.array(weights_lib.matrix(leaf)[rows], copy=True))
-
-            dtype = np.dtype(leaf.dtype)
+            fetch = functools.partial(fetch_rows, leaf, rows)
+            if is_bytes:
+                blocks = byte_weights.stored_shape(shape[1], weights_lib.form(leaf))
+                shape, dtype = (shape[0], *blocks), np.dtype(np.uint8)
             tensors.append(
                 files.Pending(name=name, dtype=dtype, shape=shape, fetch=fetch)
             )
             start = stop
     return tensors
+
+
+def _matrix_rows(leaf: weights_lib.Weight, rows: slice | np.ndarray) -> np.ndarray:
+    # A copy, because an array keeps the host value that was asked of it: the whole
+    # model would be held twice in the end.
+    return np.asarray(jnp.array(weights_lib.matrix(leaf)[rows], copy=True))
 
 
 def _shards(
