@@ -288,13 +288,11 @@ def load_draft(
     target_tokenizer: tokenizer.Tokenizer,
     *,
     gamma_max: int,
-    dtype: str | None,
     impl: str,
-    weights: str | None = None,
-    cache: row_model.CacheKind = "paged",
     vocab_size: int | None = None,
     layout: shard.Layout | None = None,
     is_cut: bool = False,
+    **how: Any,
 ) -> tuple[draft_model.DraftModel, params_lib.Params]:
     """Reads a draft model, which drafts as its target samples; raises as `load`.
 
@@ -302,10 +300,10 @@ def load_draft(
       target_tokenizer: in whose vocabulary it drafts; if its own is another one, it
         drafts the tokens that both have.
       impl: a resolved implementation.
-      weights: one of `config.WEIGHTS`; None: as its folder has them.
       vocab_size: entries that are loaded, see `model.load.load`.
       layout: of the target; each of its devices has the whole draft model, unless
         `is_cut` shares it out as the target is.
+      **how: dtype, weights and cache, as `load` takes them of a target.
     """
     if folder is None:
         raise ValueError(
@@ -318,13 +316,11 @@ def load_draft(
     params: Any
     model, params = _load_rows(
         folder,
-        dtype=dtype,
-        weights=weights,
         impl=impl,
         slab=DRAFT_SLAB,
-        cache=cache,
         vocab_size=vocab_size if is_same else words.num_ids,
         layout=layout if is_cut else None,
+        **how,
     )
     if not is_same:
         model, params = translated.translate(
@@ -348,28 +344,20 @@ def load_draft(
 def _load_rows(
     folder: pathlib.Path,
     *,
-    dtype: str | None,
     impl: str,
     slab: int,
-    cache: row_model.CacheKind,
-    vocab_size: int | None,
     layout: shard.Layout | None,
-    weights: str | None = None,
+    cache: row_model.CacheKind = "paged",
+    **how: Any,
 ) -> tuple[row_model.RowModel, params_lib.Params]:
-    """Reads a model that runs slabs of `slab` rows, or of as many as `impl` takes."""
-    config, params = load_lib.load(
-        folder,
-        dtype=dtype,
-        weights=weights,
-        impl=impl,
-        vocab_size=vocab_size,
-        layout=layout,
-    )
+    """Reads a model that runs slabs of `slab` rows, or of as many as `impl` takes.
+
+    Args:
+      **how: the other arguments of `model.load.load`.
+    """
+    config, params = load_lib.load(folder, impl=impl, layout=layout, **how)
+    height = row_model.slab_for(impl, slab)
     model = row_model.RowModel(
-        config=config,
-        impl=impl,
-        slab=row_model.slab_for(impl, slab),
-        cache=cache,
-        layout=layout,
+        config=config, impl=impl, slab=height, cache=cache, layout=layout
     )
     return model, params

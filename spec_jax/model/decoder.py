@@ -230,7 +230,7 @@ def prefill(
     length: Int[Array, ""],
     slot: Int[Array, ""],
     taps: tuple[int, ...] = (),
-) -> tuple[cache.PagedKV, Float[Array, "T taps D"]]:
+) -> tuple[cache.PagedKV, Float[Array, "T taps D"] | None]:
     """Writes the K/V of `tokens[:length]` at positions `[0, length)` of a slot.
 
     `T` is a `bucket`; tokens past `length` are padding and write nowhere. Runs
@@ -238,7 +238,8 @@ def prefill(
     speculative decoding share it. The slot must be registered, its pages reserved.
 
     Returns:
-      The cache, of length `length`, and the features `[T, taps, D]`.
+      The cache, of length `length`, and the features of the prompt; None without
+      `taps`.
     """
     outputs = sequence.forward(params, config, tokens[None], taps=taps)
     T = tokens.shape[0]
@@ -253,7 +254,8 @@ def prefill(
             k=outputs.k[number][0],
             v=outputs.v[number][0],
         )
-    return allocator.extend(kv, slot, length), outputs.features[0]
+    kv = allocator.extend(kv, slot, length)
+    return kv, outputs.features[0] if taps else None
 
 
 @typed
@@ -279,7 +281,7 @@ def prefill_rows(
       before: features of at least these positions; None: zeros.
 
     Returns:
-      The cache, and the features of the prompt; None without `taps`.
+      As `prefill`.
     """
     padded = jnp.pad(tokens, (0, slab))
     features = None
