@@ -123,17 +123,15 @@ def to_store(w: weights.Weight, rows: slice | np.ndarray) -> np.ndarray:
     return stored.view(np.uint8).reshape(*stored.shape, dtype.itemsize)
 
 
-def say_converted(
-    path: object, entries: Mapping[str, files.Entry], forms: Mapping[str, str]
-) -> None:
-    """Warns if quantised weights of a file are converted to another form.
+def say_converted(path: object, kinds: Mapping[str, set[str]]) -> None:
+    """Warns of quantised weights of a file that were converted to another form.
 
     Args:
-      forms: the form made of each tensor.
+      kinds: for each form, the kinds of the tensors that it was made of.
     """
-    for form, taken in _TAKEN.items():
-        held = {one.kind for name, one in entries.items() if forms.get(name) == form}
-        if others := sorted(held - {*taken, *files.DTYPES}):
+    own = {*files.DTYPES, *files.WHOLE_DTYPES}
+    for form, held in kinds.items():
+        if others := sorted(held - own.union(_TAKEN[form])):
             logging.getLogger(__name__).warning(
                 "%s: weights of %s are converted to %s",
                 *(path, ", ".join(others), form.upper()),

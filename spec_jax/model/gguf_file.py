@@ -16,18 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from spec_jax.model import checkpoint_files as files, gguf_header, gguf_tokenizer
+from spec_jax.model import (
+    checkpoint_files as files,
+    families,
+    gguf_header,
+    gguf_tokenizer,
+)
 
 
 SUFFIX = ".gguf"
 INSTALL = "pip install 'spec_jax[gguf]'"
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""Hugging Face's names of the architectures that are read, by llama.cpp's."""
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""The architectures that are read: llama.cpp's names are those of the families."""
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -239,7 +240,7 @@ def _config(header: gguf_header.Header) -> dict[str, Any]:
     """Returns the contents of `config.json` that the metadata states."""
     path, fields = header.path, header.fields
     name = fields.get("general.architecture")
-    if name not in [*ARCHITECTURES]:  # A file may state a list.
+    if name not in ARCHITECTURES:
         raise files.CheckpointError(
             f"{path}: general.architecture={name!r}, and {', '.join(ARCHITECTURES)} "
             "are read; take a model of one of them"
@@ -275,7 +276,7 @@ def _config(header: gguf_header.Header) -> dict[str, Any]:
             )
     held = {tensor.kind for tensor in header.tensors.values()}
     return raw | {
-        "architectures": [ARCHITECTURES[name]],
+        "architectures": [families.MODULES[name][0]],
         "model_type": name,
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "head_dim": head_dim,

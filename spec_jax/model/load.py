@@ -6,6 +6,7 @@ they are loaded for kernels that read them in another order: what is saved and l
 again is the same, bit for bit.
 """
 
+import collections
 import dataclasses
 import math
 import pathlib
@@ -99,7 +100,13 @@ def load(
         )
     entries = _find(folder, config, on_mesh=layout is not None)
     if vocab_size is not None:
-        config = _with_entries(folder, config, vocab_size)
+        if vocab_size > config.vocab_size:
+            raise ValueError(
+                f"{folder}: vocab_size={config.vocab_size} in config.json, but its "
+                f"tokenizer has ids up to {vocab_size - 1}; correct it, or take the "
+                "tokenizer of this model"
+            )
+        config = dataclasses.replace(config, vocab_size=vocab_size)
     names = params_lib.tensors(config)
     if layout is not None:
         load_shards.check(config, layout)
@@ -118,6 +125,7 @@ def load(
 
     # Rows of an embedding that is not the head are only looked up.
     table: Any = None if names.lm_head is None else names.embed
+    kinds: dict[str, set[str]] = collections.defaultdict(set)
 
     def read(
         path: Any, leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts
@@ -126,6 +134,7 @@ def load(
         weight: weights_lib.Weight
         form = params_lib.form_of(path, leaf, config.weights)
         if form != "dense":
+            kinds[form] |= {entries[name].kind for name, _ in sources.parts}
             weight = byte_weights.assemble(leaf, sources, entries, form)
             return jax.block_until_ready(weights_lib.prepare(weight, impl or "xla"))
         buffer = load_shards.read_rows(leaf, sources, entries)
@@ -137,7 +146,9 @@ def load(
         return jax.block_until_ready(weight)
 
     shapes = params_lib.shapes(config)
-    return config, jax.tree_util.tree_map_with_path(read, shapes, names)
+    params = jax.tree_util.tree_map_with_path(read, shapes, names)
+    byte_weights.say_converted(folder, kinds)
+    return config, params
 
 
 def _find(
@@ -163,9 +174,7 @@ def _find(
     names = params_lib.tensors(config)
     known = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
     required = list(known)
-    if is_gguf and config.is_bytes:
-        byte_weights.say_converted(folder, entries, _forms(config, names))
-    elif config.is_bytes:
+    if config.is_bytes and not is_gguf:
         entries = byte_weights.of_folder(entries, known)
     lm_head = f"{family.names['lm_head']}.weight"
     ((embed, shape),) = names.embed.parts
@@ -179,16 +188,6 @@ def _find(
             f"{embed}; set it to false in config.json, or remove the tensor"
         )
     return entries
-
-
-def _forms(config: config_lib.ModelConfig, names: params_lib.Params) -> dict[str, str]:
-    """Returns the form of each tensor's weight."""
-    shapes = jax.tree_util.tree_leaves_with_path(params_lib.shapes(config))
-    return {
-        name: params_lib.form_of(*leaf, config.weights)
-        for leaf, sources in zip(shapes, jax.tree.leaves(names), strict=True)
-        for name, _ in sources.parts
-    }
 
 
 def required_bytes(
@@ -219,19 +218,6 @@ def required_bytes(
             needed += 2 * wide if config.is_bytes else 0
         total, largest = total + held, max(largest, needed)
     return total, largest + 2 * tensor_values.BLOCK_BYTES
-
-
-def _with_entries(
-    folder: pathlib.Path, config: config_lib.ModelConfig, vocab_size: int
-) -> config_lib.ModelConfig:
-    """Returns the config of the first `vocab_size` entries."""
-    if vocab_size > config.vocab_size:
-        raise ValueError(
-            f"{folder}: vocab_size={config.vocab_size} in config.json, but its "
-            f"tokenizer has ids up to {vocab_size - 1}; correct it, or take the "
-            "tokenizer of this model"
-        )
-    return dataclasses.replace(config, vocab_size=vocab_size)
 
 
 def _check_num_layers(

@@ -140,50 +140,39 @@ def read(
         if cut is None:
             read = make(read_rows(leaf, sources, entries))
             return jax.block_until_ready(jax.tree.map(layout.replicated, read))
-        split, is_head = _inputs if cut == "inputs" else _outputs, len(path) == 1
-        return split(leaf, sources, entries, layout, impl, make=make, gathers=is_head)
+        return _split(cut, leaf, sources, entries, layout, impl, make, len(path) == 1)
 
     return jax.tree_util.tree_map_with_path(one, whole(shapes), whole(names))
 
 
-def _outputs(leaf, sources, entries, layout, impl, *, make, gathers):
-    """Splits a weight by rows: each piece has some rows of every tensor."""
+def _split(cut, leaf, sources, entries, layout, impl, make, gathers):
+    """Splits a weight by rows, where each piece has some rows of every tensor, or by
+    columns, where there is a piece for each segment."""
     # The native kernels compute each output for itself, and so does a sum with a bias:
     # one piece is enough.
-    is_one = impl == "native" or len(leaf.shape) == 1
+    is_one = cut == "outputs" and (impl == "native" or len(leaf.shape) == 1)
     per_device = 1 if is_one else layout.segments // layout.devices
-    count = per_device * layout.devices
-    sizes = tuple(-(-height // count) for height in sources.heights)
+    count, sizes = per_device * layout.devices, leaf.shape[:1]
+    if cut == "outputs":
+        sizes = tuple(-(-height // count) for height in sources.heights)
 
     def read_piece(device, piece):
         number = device * per_device + piece
-        ends = [(number * size, (number + 1) * size) for size in sizes]
-        return make(read_rows(leaf, sources, entries, ends))
-
-    return weights.Split(
-        pieces=_place(layout, impl, per_device, read_piece),
-        cut="outputs",
-        sizes=sizes,
-        num_outputs=leaf.shape[0] if gathers else None,
-    )
-
-
-def _inputs(leaf, sources, entries, layout, impl, *, make, gathers):
-    """Splits a weight by columns: a piece for each of its segments."""
-    del gathers
-    ((name, _),) = sources.parts
-    width = leaf.shape[1] // layout.segments
-    per_device = layout.segments // layout.devices
-
-    def read_piece(device, piece):
-        out = np.empty((leaf.shape[0], width), leaf.dtype)
-        first = (device * per_device + piece) * width
-        tensor_values.read_columns(entries[name], out, first=first)
+        if cut == "outputs":
+            ends = [(number * size, (number + 1) * size) for size in sizes]
+            return make(read_rows(leaf, sources, entries, ends))
+        ((name, _),) = sources.parts
+        out = np.empty((leaf.shape[0], leaf.shape[1] // count), leaf.dtype)
+        tensor_values.read_columns(entries[name], out, first=number * out.shape[1])
         tensor_values.check_finite(entries[name], out)
         return make(out)
 
-    pieces = _place(layout, impl, per_device, read_piece)
-    return weights.Split(pieces=pieces, cut="inputs", sizes=leaf.shape[:1])
+    return weights.Split(
+        pieces=_place(layout, impl, per_device, read_piece),
+        cut=cut,
+        sizes=sizes,
+        num_outputs=leaf.shape[0] if gathers else None,
+    )
 
 
 def read_rows(

@@ -45,12 +45,6 @@ Observe = Callable[[int | None, str, jax.Array], jax.Array]
 """`(layer, operation, value) -> value`: sees a value, and says what goes on."""
 
 
-def pass_on(layer: int | None, operation: str, value: jax.Array) -> jax.Array:
-    """Returns the value unchanged: a hook that leaves no trace in the program."""
-    del layer, operation
-    return value
-
-
 def heads(values, config, observe):
     """Shows queries, keys and values to the hook; returns the fused projection."""
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim

@@ -109,25 +109,20 @@ def write_folder(
 
 def _check_params(config: config_lib.ModelConfig, params: params_lib.Params) -> None:
     """Refuses to write weights that the config beside them would not describe."""
-    shapes = params_lib.shapes(config)
-    is_weight = weights_lib.is_weight
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):
-        form = params_lib.form_of(path, leaf, config.weights)
-        if len(leaf.shape) == 2 and weights_lib.form(leaf) != form:
-            raise ValueError(
-                f"the config says {config.weights=}, the weights are others"
-            )
-    params = params_lib.map_matrices(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params
-    )
-    if jax.tree.structure(params) != jax.tree.structure(shapes):
+    wanted, is_weight = params_lib.shapes(config), weights_lib.is_weight
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_weight)
+    if structure != jax.tree.structure(wanted):
         raise ValueError(
             f"the weights have {len(params.layers)} layers and "
             f"{'no' if params.lm_head is None else 'an'} lm_head, the config says "
             f"{config.num_layers=}, {config.tie_word_embeddings=}"
         )
-    wanted = jax.tree_util.tree_leaves_with_path(shapes)
-    for (path, shape), leaf in zip(wanted, jax.tree.leaves(params), strict=True):
+    for (path, leaf), shape in zip(leaves, jax.tree.leaves(wanted), strict=True):
+        form = params_lib.form_of(path, leaf, config.weights)
+        if len(leaf.shape) == 2 and weights_lib.form(leaf) != form:
+            raise ValueError(
+                f"the config says {config.weights=}, the weights are others"
+            )
         if (leaf.shape, leaf.dtype) != (shape.shape, shape.dtype):
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} is {leaf.dtype} "

@@ -60,34 +60,26 @@ def read_columns(entry: files.Entry, out: np.ndarray, *, first: int) -> None:
 
 
 def check_finite(entry: files.Entry, values: np.ndarray) -> None:
-    """Refuses weights with an infinity or NaN, which may make every result NaN."""
-    index = first_non_finite(values)
-    if index is not None:
-        raise files.CheckpointError(
-            f"{entry.path}: {entry.name}{list(index)} is {values[index]} in "
-            f"{values.dtype}: a model with such weights has no results; use another "
-            "checkpoint, or download it again"
-        )
+    """Refuses weights with an infinity or NaN, which may make every result NaN.
 
-
-def first_non_finite(array: np.ndarray) -> tuple[int, ...] | None:
-    """Finds the first infinity or NaN of a contiguous array; None if all are finite.
-
-    Takes less than a block, whatever the size of the array.
+    Takes less than a block, whatever the size of the contiguous array.
     """
     # Both have all bits of the exponent set. In integers, because NumPy has no fast
     # test for bfloat16.
-    bits = array.reshape(-1).view(f"u{array.dtype.itemsize}")
-    exponent = np.array(np.inf, array.dtype).view(bits.dtype)
-    length = max(1, min(_TEST_BYTES, BLOCK_BYTES) // array.dtype.itemsize)
+    bits = values.reshape(-1).view(f"u{values.dtype.itemsize}")
+    exponent = np.array(np.inf, values.dtype).view(bits.dtype)
+    length = max(1, min(_TEST_BYTES, BLOCK_BYTES) // values.dtype.itemsize)
     scratch = np.empty(min(length, bits.size), bits.dtype)
     for start in range(0, bits.size, length):
         block = bits[start : start + length]
         found = np.bitwise_and(block, exponent, out=scratch[: block.size])
         if found.max() == exponent:
-            index = np.unravel_index(start + int(found.argmax()), array.shape)
-            return tuple(int(i) for i in index)
-    return None
+            at = np.unravel_index(start + int(found.argmax()), values.shape)
+            raise files.CheckpointError(
+                f"{entry.path}: {entry.name}{[*map(int, at)]} is {values[at]} in "
+                f"{values.dtype}: a model with such weights has no results; use "
+                "another checkpoint, or download it again"
+            )
 
 
 def same_values(left: files.Entry, right: files.Entry) -> bool:
