@@ -99,12 +99,14 @@ def load(
     config_lib.check_form("draft_weights", draft_weights or "dense")
     if drafter == "auto":
         drafter = default_drafter(target, draft)
-    folders = _folders_of(target, draft, drafter)
-    words = tokenizer.load(folders[0])
-    forms = weights, draft_weights
-    impls, entries = _agreed(folders, words, dtype=dtype, forms=forms, impl=impl)
+    folder = hub.locate(EMBEDDED_TARGET if target is None else target)
+    words, forms = tokenizer.load(folder), (weights, draft_weights)
+    named = _draft_folder(target, draft)
+    if isinstance(drafter, str) and registry.reads_target(drafter, named):
+        named = None  # A head is checked when it is loaded.
+    impls, entries = _agreed(folder, named, words, dtype=dtype, forms=forms, impl=impl)
     model, params = _load_rows(
-        folders[0],
+        folder,
         dtype=dtype,
         weights=weights,
         impl=impls[0],
@@ -192,25 +194,9 @@ def _draft_folder(
     return EMBEDDED_DRAFT if target is None and draft is None else draft
 
 
-def _folders_of(
-    target: str | pathlib.Path | None,
-    draft: str | pathlib.Path | None,
-    drafter: str | protocols.Drafter,
-) -> list[pathlib.Path]:
-    """Returns the models that must agree: the target, and its draft model if any.
-
-    A head that reads the target is not among them: it is checked when it is loaded.
-    """
-    folders = [hub.locate(EMBEDDED_TARGET if target is None else target)]
-    draft = _draft_folder(target, draft)
-    has_head = isinstance(drafter, str) and registry.reads_target(drafter, draft)
-    if draft is not None and not has_head:
-        folders.append(hub.locate(draft))
-    return folders
-
-
 def _agreed(
-    folders: Sequence[pathlib.Path],
+    target: pathlib.Path,
+    draft: str | pathlib.Path | None,
     words: tokenizer.Tokenizer,
     *,
     dtype: str | None,
@@ -221,23 +207,20 @@ def _agreed(
     vocabularies are loaded: see `entries`.
 
     Args:
+      draft: the draft model, if any.
       forms: the forms of the target's and the drafter's weights.
     """
     resolved = dispatch.resolve(impl)
-    of_target, *of_others = [
-        config_lib.read(folder / "config.json", dtype=dtype, weights=form)
-        for folder, form in zip(folders, forms, strict=False)
-    ]
-    impls = [
-        families.runnable(config, resolved, is_named=impl != "auto")
-        for config in (of_target, *of_others)
-    ]
-    shared = [
-        config
-        for folder, config in zip(folders[1:], of_others, strict=True)
-        if tokenizer.load(folder).fingerprint == words.fingerprint
-    ]
-    return impls, entries(words, [of_target, *shared])
+    impls: list[str] = []
+    shared: list[config_lib.ModelConfig] = []
+    folders = [target] if draft is None else [target, hub.locate(draft)]
+    for folder, form in zip(folders, forms, strict=False):
+        config = config_lib.read(folder / "config.json", dtype=dtype, weights=form)
+        impls.append(families.runnable(config, resolved, is_named=impl != "auto"))
+        own = words if folder is target else tokenizer.load(folder)
+        if own.fingerprint == words.fingerprint:
+            shared.append(config)
+    return impls, entries(words, shared)
 
 
 def heads_for(target: str | pathlib.Path | None) -> pathlib.Path | None:

@@ -10,7 +10,7 @@ import dataclasses
 import pathlib
 import reprlib
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
@@ -93,14 +93,30 @@ SCALINGS: Mapping[str, type[Scaling]] = {"yarn": YarnScaling, "llama3": Llama3Sc
 """Context extensions, by Hugging Face's `rope_type`."""
 
 
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes and constants that a model of any family has.
 
-    `model_type` is the family's key in `families.MODULES`.
+    `model_type` is the family's key in `families.MODULES`, and `KEYS` has the fields
+    that are read and written as they are, by their keys in `config.json`.
     """
 
     model_type: ClassVar[str]
+    KEYS: ClassVar[Mapping[str, str]] = SIZES | {
+        "tie_word_embeddings": "tie_word_embeddings"
+    }
 
     vocab_size: int  # V
     hidden_size: int  # D
@@ -164,6 +180,7 @@ class GatedConfig(ModelConfig):
       has_biases: whether queries, keys and values have biases.
     """
 
+    KEYS = ModelConfig.KEYS | {"rms_norm_eps": "rms_norm_eps"}
     has_head_norms: ClassVar[bool] = False
     has_biases: ClassVar[bool] = False
 
@@ -191,18 +208,6 @@ class Qwen3Config(GatedConfig):
     has_head_norms = True
 
     rope_theta: float = 1_000_000.0
-
-
-SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "max_position_embeddings": "max_position_embeddings",
-}
 
 
 def positive(key: str, value: Any) -> float:
@@ -301,16 +306,26 @@ def to_dict(config: ModelConfig) -> dict[str, Any]:
     return made | ({"quantization_config": mark} if mark else {})
 
 
-def read_sizes(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """Reads the values of `keys`, by the names of `ModelConfig`'s fields.
+Config = TypeVar("Config", bound=ModelConfig)
+
+
+def read_fields(kind: type[Config], raw: Mapping[str, Any], **own: Any) -> Config:
+    """Reads a config of this kind: the fields of its `KEYS`, and its `own`.
 
     Raises:
-      ValueError: keys that are missing.
+      ValueError: sizes that are missing.
     """
-    missing = [key for key in keys if key not in raw]
+    keys = {key: name for key, name in kind.KEYS.items() if name not in own}
+    missing = [key for key in keys if key in SIZES and key not in raw]
     if missing:
         raise ValueError(f"missing keys: {', '.join(missing)}; {_REMEDY}")
-    return {name: raw[key] for key, name in keys.items()}
+    return kind(**{keys[key]: raw[key] for key in keys if key in raw}, **own)
+
+
+def write_fields(config: ModelConfig) -> dict[str, Any]:
+    """Returns the values that `read_fields` reads, and the dtype."""
+    stated = {key: getattr(config, name) for key, name in config.KEYS.items()}
+    return stated | {"torch_dtype": config.dtype}
 
 
 def read_dtype(raw: Mapping[str, Any], dtype: str | None) -> Any:

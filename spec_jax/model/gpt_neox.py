@@ -35,11 +35,6 @@ from spec_jax.ops import (
 )
 
 
-_SIZES = {
-    key: name
-    for key, name in config_lib.SIZES.items()
-    if key not in ("num_key_value_heads", "head_dim")
-}
 _APPROXIMATE = {
     "gelu": False,
     "gelu_new": True,
@@ -75,6 +70,11 @@ class GPTNeoXConfig(config_lib.ModelConfig):
     """
 
     model_type = "gpt_neox"
+    KEYS = config_lib.ModelConfig.KEYS | {
+        "layer_norm_eps": "layer_norm_eps",
+        "use_parallel_residual": "has_parallel_residual",
+        "hidden_act": "hidden_act",
+    }
 
     layer_norm_eps: float = 1e-5
     rotary_size: int
@@ -129,9 +129,8 @@ def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> GPTNeoXConfig:
     """Implements `families.Family.read_config`; float16 is read as float32."""
     allowed = {"attention_bias": (True, None), "is_decoder": (False, True, None)}
     config_lib.check_features(raw, allowed)
-    sizes = config_lib.read_sizes(raw, _SIZES)
     for key in ("hidden_size", "num_attention_heads"):
-        config_lib.check_size(key, raw[key])
+        config_lib.check_size(key, raw.get(key))
     width, heads = raw["hidden_size"], raw["num_attention_heads"]
     if width % heads:
         raise ValueError(
@@ -143,36 +142,27 @@ def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> GPTNeoXConfig:
     share = raw.get("partial_rotary_factor", raw.get("rotary_pct", 0.25))
     share = stated.get("partial_rotary_factor", share)
     own = config_lib.read_dtype(raw, dtype)
-    return GPTNeoXConfig(
-        **sizes,
+    return config_lib.read_fields(
+        GPTNeoXConfig,
+        raw,
         num_kv_heads=heads,
         head_dim=width // heads,
         rope_theta=theta,
         # Rounded down, as in Hugging Face.
         rotary_size=int(width // heads * config_lib.positive("rotary_pct", share)),
-        layer_norm_eps=config_lib.positive(
-            "layer_norm_eps", raw.get("layer_norm_eps", 1e-5)
-        ),
-        has_parallel_residual=raw.get("use_parallel_residual", True),
-        hidden_act=raw.get("hidden_act", "gelu"),
-        tie_word_embeddings=raw.get("tie_word_embeddings", False),
         dtype="float32" if own == "float16" else own,
     )
 
 
 def write_config(config: GPTNeoXConfig) -> dict[str, Any]:
     """Implements `families.Family.write_config`."""
-    return {
-        **{key: getattr(config, name) for key, name in _SIZES.items()},
+    stated = config_lib.write_fields(config) | {
         "attention_bias": True,
-        "hidden_act": config.hidden_act,
-        "layer_norm_eps": config.layer_norm_eps,
         "rotary_emb_base": config.rope_theta,
         "rotary_pct": config.rotary_size / config.head_dim,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "torch_dtype": config.dtype,
-        "use_parallel_residual": config.has_parallel_residual,
     }
+    derived = ("num_key_value_heads", "head_dim")
+    return {key: stated[key] for key in stated if key not in derived}
 
 
 def shapes(config: GPTNeoXConfig) -> params_lib.Params:

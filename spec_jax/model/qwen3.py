@@ -49,26 +49,17 @@ def read_as(
     every = {"hidden_act": ("silu",), "partial_rotary_factor": (1, None)}
     config_lib.check_features(raw, {**allowed, **every})
     theta, scaling = config_lib.read_scaled_rope(raw)
-    return kind(
-        **config_lib.read_sizes(raw, config_lib.SIZES),
-        rms_norm_eps=config_lib.positive("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta,
-        scaling=scaling,
-        tie_word_embeddings=raw.get("tie_word_embeddings", False),
-        dtype=config_lib.read_dtype(raw, dtype),
-    )
+    dtype = config_lib.read_dtype(raw, dtype)
+    own = {"rope_theta": theta, "scaling": scaling, "dtype": dtype}
+    return config_lib.read_fields(kind, raw, **own)
 
 
 def write(config: config_lib.GatedConfig, **more: Any) -> dict[str, Any]:
     """Writes what `read_as` reads, and `more`."""
-    return {
-        **{key: getattr(config, name) for key, name in config_lib.SIZES.items()},
+    return config_lib.write_fields(config) | {
         "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": config_lib.write_scaling(config.scaling),
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "torch_dtype": config.dtype,
         **more,
     }
 
