@@ -105,16 +105,15 @@ def _compile(source: str) -> jinja2.Template:
 
 def _plain(value: Any) -> Any:
     """Copies what JSON can hold: a template cannot reach the caller's objects."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = (_plain(item) for item in value)
-        return tuple(items) if isinstance(value, tuple) else list(items)
-    for kind in (str, int, float):
+        return (tuple if isinstance(value, tuple) else list)(map(_plain, value))
+    for kind in (bool, str, int, float):
         if isinstance(value, kind):
             return kind(value)
+    if value is None:
+        return None
     raise _RefusedError(
         f"the messages or options hold {type(value).__name__}; give text, numbers, "
         "lists and mappings"

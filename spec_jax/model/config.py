@@ -62,9 +62,7 @@ class YarnScaling:
         check_size(f"yarn {name}", getattr(self, name))
         check_flag("yarn truncate", self.truncate)
         if theta <= 1:
-            raise ValueError(
-                f"rope_theta={theta!r} must be above 1 with yarn; {_REMEDY}"
-            )
+            raise _refusal("rope_theta", theta, "above 1 with yarn")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,6 +208,11 @@ class Qwen3Config(GatedConfig):
     rope_theta: float = 1_000_000.0
 
 
+def _refusal(key: str, value: Any, need: str) -> ValueError:
+    shown = reprlib.repr(value)
+    return ValueError(f"{key}={shown} must be {need}; {_REMEDY}")
+
+
 def positive(key: str, value: Any) -> float:
     """Returns `value` as a float.
 
@@ -219,10 +222,7 @@ def positive(key: str, value: Any) -> float:
     smallest, largest = float(_FLOAT32.tiny), float(_FLOAT32.max)
     if type(value) in (int, float) and smallest <= value <= largest:
         return float(value)
-    raise ValueError(
-        f"{key}={reprlib.repr(value)} must be a positive number in the range of "
-        f"float32; {_REMEDY}"
-    )
+    raise _refusal(key, value, "a positive number in the range of float32")
 
 
 def check_token_ids(key: str, value: Any, vocab_size: int) -> None:
@@ -234,27 +234,20 @@ def check_token_ids(key: str, value: Any, vocab_size: int) -> None:
     ids = value if isinstance(value, list) else [value]
     in_range = all(type(token) is int and 0 <= token < vocab_size for token in ids)
     if value is not None and not in_range:
-        raise ValueError(
-            f"{key}={reprlib.repr(value)} must be token ids from 0 to "
-            f"{vocab_size - 1}, the last of the vocabulary; {_REMEDY}"
-        )
+        last = f"{vocab_size - 1}, the last of the vocabulary"
+        raise _refusal(key, value, f"token ids from 0 to {last}")
 
 
 def check_size(key: str, value: Any) -> None:
     """Raises `ValueError` unless `value` is an integer from 1 to `MAX_SIZE`."""
     if type(value) is not int or not 1 <= value <= MAX_SIZE:
-        raise ValueError(
-            f"{key}={reprlib.repr(value)} must be a positive integer, at most "
-            f"{MAX_SIZE}; {_REMEDY}"
-        )
+        raise _refusal(key, value, f"a positive integer, at most {MAX_SIZE}")
 
 
 def check_flag(key: str, value: Any) -> None:
     """Raises `ValueError` unless `value` is true or false."""
     if type(value) is not bool:
-        raise ValueError(
-            f"{key}={reprlib.repr(value)} must be true or false; {_REMEDY}"
-        )
+        raise _refusal(key, value, "true or false")
 
 
 def check_form(name: str, weights: str) -> None:
@@ -356,8 +349,7 @@ def read_rope(
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     stated = raw.get(key) or {}
     if not isinstance(stated, dict):
-        shown = reprlib.repr(stated)
-        raise ValueError(f"{key}={shown} must be an object or null; {_REMEDY}")
+        raise _refusal(key, stated, "an object or null")
     nested = [name for name, value in stated.items() if isinstance(value, dict)]
     if nested:
         raise ValueError(

@@ -100,29 +100,22 @@ class GPTNeoXConfig(config_lib.ModelConfig):
         return self
 
 
-class Norm(pytree.Node):
-    """Parameters of a LayerNorm."""
+class Affine(pytree.Node):
+    """Parameters of a projection with a bias, or of a LayerNorm."""
 
-    weight: jax.Array  # [D]
-    bias: jax.Array  # [D]
-
-
-class Linear(pytree.Node):
-    """A projection with a bias."""
-
-    weight: weights.Weight  # [N, K]
-    bias: jax.Array  # [N]
+    weight: weights.Weight  # [N, K], or [D]
+    bias: jax.Array  # [N], or [D]
 
 
 class Layer(pytree.Node):
     """A decoder layer."""
 
-    input_norm: Norm
-    qkv: Linear  # [3 * N * H, D]: queries, keys, values
-    attention_out: Linear  # [D, N * H]
-    mlp_norm: Norm
-    up: Linear  # [F, D]
-    down: Linear  # [D, F]
+    input_norm: Affine
+    qkv: Affine  # [3 * N * H, D]: queries, keys, values
+    attention_out: Affine  # [D, N * H]
+    mlp_norm: Affine
+    up: Affine  # [F, D]
+    down: Affine  # [D, F]
 
 
 def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> GPTNeoXConfig:
@@ -173,10 +166,10 @@ def shapes(config: GPTNeoXConfig) -> params_lib.Params:
     def leaf(*shape: int) -> Any:  # in the place of an array
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    def linear(N: int, K: int) -> Linear:
-        return Linear(weight=leaf(N, K), bias=leaf(N))
+    def linear(N: int, K: int) -> Affine:
+        return Affine(weight=leaf(N, K), bias=leaf(N))
 
-    norm = Norm(weight=leaf(D), bias=leaf(D))
+    norm = Affine(weight=leaf(D), bias=leaf(D))
     layer = Layer(
         input_norm=norm,
         qkv=linear(3 * D, D),
