@@ -23,6 +23,8 @@ _ALLOWED = {"attention_bias": (True, None), "use_sliding_window": (False, None)}
 
 FAMILY = dataclasses.replace(
     llama.FAMILY,
-    read_config=functools.partial(llama.read_as, Qwen2Config, _ALLOWED),
+    read_config=functools.partial(
+        qwen3.read_as, Qwen2Config, _ALLOWED, fills_heads=True
+    ),
     write_config=functools.partial(qwen3.write, use_sliding_window=False),
 )

@@ -39,13 +39,21 @@ def read_as(
     raw: Mapping[str, Any],
     *,
     dtype: str | None,
+    fills_heads: bool = False,
 ) -> config_lib.GatedConfig:
     """Reads a config of this kind.
 
     Args:
       allowed: values of keys, as `config.check_features` takes them, beside those of
         every kind.
+      fills_heads: whether a file may leave out the two sizes of heads, as old ones do.
     """
+    if fills_heads:
+        for key in ("hidden_size", "num_attention_heads"):
+            config_lib.check_size(key, raw.get(key))
+        heads = raw["num_attention_heads"]
+        sizes = {"head_dim": raw["hidden_size"] // heads, "num_key_value_heads": heads}
+        raw = {**raw, **{key: sizes[key] for key in sizes if raw.get(key) is None}}
     every = {"hidden_act": ("silu",), "partial_rotary_factor": (1, None)}
     config_lib.check_features(raw, {**allowed, **every})
     theta, scaling = config_lib.read_scaled_rope(raw)
