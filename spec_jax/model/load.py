@@ -49,7 +49,6 @@ def load(
     dtype: str | None = None,
     weights: str | None = None,
     impl: str | None = None,
-    available_bytes: int | None = None,
     vocab_size: int | None = None,
     layout: shard.Layout | None = None,
 ) -> tuple[config_lib.ModelConfig, params_lib.Params]:
@@ -68,7 +67,6 @@ def load(
         unless the folder was saved otherwise.
       impl: a resolved implementation, for whose kernels the weights are prepared as
         by `params.prepare`; arrays if None.
-      available_bytes: free memory of the host; asked of the system if None.
       vocab_size: how many entries of the embedding and of the head are loaded, from
         the first on: the rest is padding, which can then be neither drawn nor drafted.
         All if None.
@@ -110,7 +108,7 @@ def load(
     names = params_lib.tensors(config)
     if layout is not None:
         load_shards.check(config, layout)
-    _check_memory(folder, config, available_bytes, layout)
+    _check_memory(folder, config, layout)
     if layout is not None:
         if any(one.stored is not None for one in entries.values()):
             raise ValueError(
@@ -238,8 +236,7 @@ def _check_num_layers(
 def _check_memory(
     folder: pathlib.Path,
     config: config_lib.ModelConfig,
-    available_bytes: int | None,
-    layout: shard.Layout | None = None,
+    layout: shard.Layout | None,
 ) -> None:
     """Refuses weights that do not fit, with both numbers."""
     weights, temporary = required_bytes(config, layout)
@@ -248,9 +245,8 @@ def _check_memory(
     on_host = device.platform == "cpu"
     if layout is not None and on_host:
         weights *= len(list(layout.local()))
-    if available_bytes is None:
-        available_bytes = psutil.virtual_memory().available
-    needs = [("memory", temporary + (weights if on_host else 0), available_bytes)]
+    needed = temporary + (weights if on_host else 0)
+    needs = [("memory", needed, psutil.virtual_memory().available)]
     stats = None if on_host else device.memory_stats()
     if stats and "bytes_limit" in stats:
         free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)

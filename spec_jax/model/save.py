@@ -32,7 +32,6 @@ def save(
     *,
     tokenizer: tokenizer_lib.Tokenizer | None = None,
     max_shard_bytes: int | None = None,
-    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes what `load` reads back bit for bit, and Hugging Face's loader too.
 
@@ -43,7 +42,6 @@ def save(
       tokenizer: written beside the weights, with its chat template and its stop tokens;
         None: none is written, and `spec_jax.load` refuses the folder.
       max_shard_bytes: most in a file, unless one tensor is larger; None: one file.
-      metadata: further entries of each file's `__metadata__`.
 
     Raises:
       ValueError: `params` have not the shapes, dtype and form of weights of `config`,
@@ -72,7 +70,7 @@ def save(
                 for tensor in shard
             },
         }
-    write_folder(folder, shards, texts, metadata=metadata)
+    write_folder(folder, shards, texts)
     for name in tokenizer_lib.OLD_FILES if tokenizer is not None else ():
         (folder / name).unlink(missing_ok=True)
 
@@ -85,6 +83,9 @@ def write_folder(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes files of tensors and of JSON, and replaces an older checkpoint by them.
+
+    Args:
+      metadata: further entries of each file's `__metadata__`.
 
     Raises:
       CheckpointError: the files cannot be written.
