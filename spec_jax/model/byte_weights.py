@@ -72,7 +72,7 @@ def assemble(
     from the values of their file.
 
     Raises:
-      CheckpointError: as `load.assemble`; a value beyond the largest scale.
+      CheckpointError: as `load_shards.read_rows`; a value beyond the largest scale.
     """
     N, K = leaf.shape
     read = np.empty((N, blocks.num_blocks(K)), files.STORED[form])
@@ -80,11 +80,9 @@ def assemble(
     for name, shape in sources.parts:
         entry, part = entries[name], read[start : start + shape[0]]
         if entry.stored is not None and entry.stored.dtype == read.dtype:
-            # Fewer rows than the file has, if the vocabulary is cut.
-            stored = dataclasses.replace(entry.stored, shape=part.shape)
-            tensor_values.read_into(stored, part)
+            tensor_values.read_into(entry.stored, part)
         else:
-            _round(dataclasses.replace(entry, shape=shape), form, part)
+            _round(entry, form, part)
         for number in _PARTS[1 : len(read.dtype)]:
             tensor_values.check_finite(entry, np.ascontiguousarray(part[number]))
         start += shape[0]
@@ -96,13 +94,13 @@ def assemble(
 
 def _round(entry: files.Entry, form: str, out: np.ndarray) -> None:
     """Fills blocks with the rounded values of a tensor."""
-    stored, source = entry.stored, entry
+    source = entry
     make: Callable[[np.ndarray], Sequence[np.ndarray]]
     make = lambda some: blocks.QUANTISE[form](some.astype(np.float32))
-    if form == "q8_0" and stored and stored.dtype == files.STORED["q4_1"]:
-        source = dataclasses.replace(stored, shape=out.shape)
+    if form == "q8_0" and entry.stored and entry.stored.dtype == files.STORED["q4_1"]:
+        source = entry.stored
         make = lambda some: blocks.widen(*(some[name] for name in _PARTS))
-    values = np.empty(source.shape, source.dtype)
+    values = np.empty((len(out), *source.shape[1:]), source.dtype)
     tensor_values.read_into(source, values)
     if source is entry:  # `assemble` checks the scales of blocks.
         tensor_values.check_finite(entry, values)

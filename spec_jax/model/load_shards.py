@@ -7,7 +7,6 @@ outputs; their biases are added once, to whole sums. These, the embedding and th
 are on every device.
 """
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -202,9 +201,7 @@ def read_rows(
     for (name, shape), (start, stop) in zip(sources.parts, ends, strict=True):
         kept = max(0, min(stop, shape[0]) - start)
         entry, part = entries[name], out[at : at + kept]
-        skipped = start * math.prod(shape[1:]) * entry.dtype.itemsize
-        where = {"shape": part.shape, "offset": entry.offset + skipped}
-        tensor_values.read_into(dataclasses.replace(entry, **where), part)
+        tensor_values.read_into(entry, part, first=start * math.prod(shape[1:]))
         tensor_values.check_finite(entry, part)
         at += stop - start
     return out

@@ -7,6 +7,7 @@ that cannot be used raises a `CheckpointError` that names it.
 import contextlib
 import io
 import math
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -21,22 +22,22 @@ BLOCK_BYTES = 16 * 2**20
 _TEST_BYTES = 2**18
 
 
-def read_into(entry: files.Entry, out: np.ndarray) -> None:
-    """Fills the contiguous `out`, of `entry`'s shape, rounding to its dtype.
+def read_into(entry: files.Entry, out: np.ndarray, *, first: int = 0) -> None:
+    """Fills the contiguous `out` with a tensor's values, rounding to its dtype.
 
     Takes no memory where the dtypes agree, and one block where they do not.
+
+    Args:
+      first: how many values come before; of units that are unpacked, none.
     """
-    if out.shape != entry.shape:
-        raise ValueError(f"{entry.name} is {entry.shape}, the buffer is {out.shape}")
     flat = out.reshape(-1)
-    if not np.shares_memory(flat, out) and out.size:
-        raise ValueError(f"the buffer for {entry.name} is not contiguous")
     with _opened(entry) as file:
+        file.seek(first * entry.dtype.itemsize, os.SEEK_CUR)
         if entry.dtype == out.dtype and entry.unpack is None:
             _read_exactly(file, entry, flat)
             return
         length = max(1, BLOCK_BYTES // entry.dtype.itemsize)
-        for start, block in _blocks(file, entry, length):
+        for start, block in _blocks(file, entry, flat.size, length):
             flat[start : start + block.size] = block
 
 
@@ -45,15 +46,10 @@ def read_columns(entry: files.Entry, out: np.ndarray, *, first: int) -> None:
 
     Reads these columns and no others.
     """
-    rows, columns = entry.shape
-    if out.shape[0] != rows or first + out.shape[1] > columns:
-        raise ValueError(
-            f"{entry.name} is {entry.shape}, the buffer from {first=} is {out.shape}"
-        )
     row = np.empty(out.shape[1:], entry.dtype)
     with _opened(entry, buffering=0) as file:
-        for number in range(rows):
-            at = number * columns + first
+        for number in range(len(out)):
+            at = number * entry.shape[1] + first
             file.seek(entry.offset + at * entry.dtype.itemsize)
             _read_exactly(file, entry, row)
             out[number] = row
@@ -90,11 +86,12 @@ def same_values(left: files.Entry, right: files.Entry) -> bool:
     """
     if left.shape != right.shape:
         return False
-    length = max(1, BLOCK_BYTES // 8)  # A block and its float32 copy, on either side.
+    # A block and its float32 copy, on either side.
+    size, length = math.prod(left.shape), max(1, BLOCK_BYTES // 8)
     with _opened(left) as left_file, _opened(right) as right_file:
         pairs = zip(
-            _blocks(left_file, left, length),
-            _blocks(right_file, right, length),
+            _blocks(left_file, left, size, length),
+            _blocks(right_file, right, size, length),
             strict=True,
         )
         bits = lambda block: block.astype(np.float32, copy=False).view(np.uint32)
@@ -113,10 +110,10 @@ def _opened(entry: files.Entry, *, buffering: int = -1) -> Iterator[Any]:
 
 
 def _blocks(
-    file: io.BufferedReader, entry: files.Entry, values_per_block: int
+    file: io.BufferedReader, entry: files.Entry, num_values: int, values_per_block: int
 ) -> Iterable[tuple[int, np.ndarray]]:
     """Yields parts of a flat tensor, in order, and their starts; reuses one buffer."""
-    num_values, unit = math.prod(entry.shape), entry.unit_values
+    unit = entry.unit_values
     unit_bytes = entry.unit_bytes or entry.dtype.itemsize
     num_units = -(-num_values // unit)
     step = max(1, values_per_block // unit)
