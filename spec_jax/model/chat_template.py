@@ -146,32 +146,12 @@ def _environment() -> jinja2.sandbox.SandboxedEnvironment:
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],
     )
-    environment.filters["tojson"] = _to_json
+    # Jinja's own filter escapes HTML.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    now = datetime.datetime.now
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
     return environment
-
-
-def _strftime_now(form: str) -> str:
-    """Formats the local time for a template."""
-    return datetime.datetime.now().strftime(form)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Encodes JSON as Hugging Face does: Jinja's own filter escapes HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
 
 
 def _raise_exception(message: str) -> None:
