@@ -112,7 +112,7 @@ class ModelConfig:
     """
 
     model_type: ClassVar[str]
-    KEYS: ClassVar[Mapping[str, str]] = SIZES | {
+    KEYS: ClassVar[dict[str, str]] = SIZES | {
         "tie_word_embeddings": "tie_word_embeddings"
     }
 

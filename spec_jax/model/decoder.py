@@ -6,6 +6,7 @@ family's module says what its layer computes. They do not know speculation.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +116,7 @@ def _run_operations(params, config, rows, kv, impl, taps, with_logits, observe):
         "cos": cos,
         "sin": sin,
     }
-    run_layer = functools.partial(family.run_layer, config=config, impl=impl)
+    run_layer: Any = functools.partial(family.run_layer, config=config, impl=impl)
     # Layers differ only in their arrays: one is traced and lowered for all. A hook
     # gets the number of the layer, so with a hook each layer is traced.
     run_layer = jax.jit(run_layer) if observe is None else run_layer

@@ -169,7 +169,7 @@ def _find(
     entries = {name: one for name, one in found.items() if not ignored.search(name)}
     # Before anything is made for each layer: a config may name a hundred million.
     _check_num_layers(folder, config, entries)
-    names = params_lib.tensors(config)
+    names: Any = params_lib.tensors(config)
     known = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
     required = list(known)
     if config.is_bytes and not is_gguf:

@@ -112,7 +112,7 @@ def _check_params(config: config_lib.ModelConfig, params: params_lib.Params) -> 
     """Refuses to write weights that the config beside them would not describe."""
     wanted, is_weight = params_lib.shapes(config), weights_lib.is_weight
     leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_weight)
-    if structure != jax.tree.structure(wanted):
+    if len({structure, jax.tree.structure(wanted)}) > 1:
         raise ValueError(
             f"the weights have {len(params.layers)} layers and "
             f"{'no' if params.lm_head is None else 'an'} lm_head, the config says "
