@@ -52,7 +52,7 @@ class Family:
         final norm.
       auto: the implementations (`ops.dispatch`) that "auto" may choose: those whose
         rows were tested on the device. For others it takes "xla", and warns.
-      fused: those that run a step, or a chain of them, in one call.
+      fused: the implementations with a kernel for a whole step, and for chains.
       ignored: a regular expression of old checkpoints' tensors that nothing reads.
       keeps_padding: whether rows of the vocabulary without a token are loaded if both
         models of a pair have equally many. If false they are left out: they could be
