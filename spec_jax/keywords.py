@@ -41,41 +41,35 @@ class SpeculativeSettings(StreamSettings, total=False):
     num_slots: int | None
 
 
-_DRAWS = "sampling=sj.Sampling({name}=...)"
 _REMEDIES = {
-    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed"), _DRAWS),
-    "do_sample": "sampling=sj.Sampling(), or nothing for greedy decoding",
-    **dict.fromkeys(("max_new_tokens", "max_length"), "max_tokens=..., without prompt"),
-    **dict.fromkeys(("stop_token_ids", "eos_token_id"), "stop=[ID, ...]"),
-    **dict.fromkeys(("stop_strings", "stop_sequences"), "stop=[TEXT, ...]"),
-    **dict.fromkeys(("num_return_sequences", "num_samples", "best_of"), "n=..."),
-    "n": "generate(..., n=...) or decode(..., n=...)",
-    **dict.fromkeys(("logprobs", "top_log_probs"), "log_probs=True or top_logprobs=K"),
-    **dict.fromkeys(("system", "system_prompt"), "prefix=..."),
-    **dict.fromkeys(("enable_thinking", "tools"), "chat={{'{name}': ...}}"),
-    **dict.fromkeys(("prompts", "messages", "inputs", "input_ids"), "prompt=..."),
-    **dict.fromkeys(("num_speculative_tokens", "num_assistant_tokens"), "gamma=..."),
-    **dict.fromkeys(("assistant_model", "draft"), "sj.load(TARGET, draft=...)"),
-    **dict.fromkeys(
-        ("logits_processor", "logits_processors", "processor"), "processors=..."
-    ),
-    **dict.fromkeys(
-        ("repetition_penalty", "presence_penalty", "frequency_penalty"),
-        "processors=sj.processors.penalties(...)",
-    ),
-    **dict.fromkeys(
-        ("bad_words", "bad_words_ids"), "processors=sj.processors.bad_words(...)"
-    ),
-    **dict.fromkeys(
-        ("min_tokens", "min_new_tokens"), "processors=sj.processors.min_tokens(...)"
-    ),
-    "logit_bias": "processors=sj.processors.logit_bias(...)",
-    **dict.fromkeys(
-        ("json_schema", "regex"), "processors=sj.processors.{name}(..., lm)"
-    ),
-    "drafter": "sj.load(TARGET, drafter=...)",
-    "tree": "gamma=sj.Tree(...), or sj.load(TARGET, tree=...)",
-    "batch_size": "num_slots=...",
+    name: remedy
+    for names, remedy in {
+        "temperature top_p top_k min_p seed": "sampling=sj.Sampling({name}=...)",
+        "do_sample": "sampling=sj.Sampling(), or nothing for greedy decoding",
+        "max_new_tokens max_length": "max_tokens=..., without prompt",
+        "stop_token_ids eos_token_id": "stop=[ID, ...]",
+        "stop_strings stop_sequences": "stop=[TEXT, ...]",
+        "num_return_sequences num_samples best_of": "n=...",
+        "n": "generate(..., n=...) or decode(..., n=...)",
+        "logprobs top_log_probs": "log_probs=True or top_logprobs=K",
+        "system system_prompt": "prefix=...",
+        "enable_thinking tools": "chat={{'{name}': ...}}",
+        "prompts messages inputs input_ids": "prompt=...",
+        "num_speculative_tokens num_assistant_tokens": "gamma=...",
+        "assistant_model draft": "sj.load(TARGET, draft=...)",
+        "logits_processor logits_processors processor": "processors=...",
+        "repetition_penalty presence_penalty frequency_penalty": (
+            "processors=sj.processors.penalties(...)"
+        ),
+        "bad_words bad_words_ids": "processors=sj.processors.bad_words(...)",
+        "min_tokens min_new_tokens": "processors=sj.processors.min_tokens(...)",
+        "logit_bias": "processors=sj.processors.logit_bias(...)",
+        "json_schema regex": "processors=sj.processors.{name}(..., lm)",
+        "drafter": "sj.load(TARGET, drafter=...)",
+        "tree": "gamma=sj.Tree(...), or sj.load(TARGET, tree=...)",
+        "batch_size": "num_slots=...",
+    }.items()
+    for name in names.split()
 }
 """Remedies for names that other libraries have, or other calls of this one."""
 

@@ -99,12 +99,14 @@ def load(
     config_lib.check_form("draft_weights", draft_weights or "dense")
     if drafter == "auto":
         drafter = default_drafter(target, draft)
-    folders = _folders_of(target, draft, drafter)
-    words = tokenizer.load(folders[0])
-    forms = weights, draft_weights
-    impls, entries = _agreed(folders, words, dtype=dtype, forms=forms, impl=impl)
+    folder = hub.locate(EMBEDDED_TARGET if target is None else target)
+    words, forms = tokenizer.load(folder), (weights, draft_weights)
+    named = _draft_folder(target, draft)
+    if isinstance(drafter, str) and registry.reads_target(drafter, named):
+        named = None  # A head is checked when it is loaded.
+    impls, entries = _agreed(folder, named, words, dtype=dtype, forms=forms, impl=impl)
     model, params = _load_rows(
-        folders[0],
+        folder,
         dtype=dtype,
         weights=weights,
         impl=impls[0],
@@ -192,25 +194,9 @@ def _draft_folder(
     return EMBEDDED_DRAFT if target is None and draft is None else draft
 
 
-def _folders_of(
-    target: str | pathlib.Path | None,
-    draft: str | pathlib.Path | None,
-    drafter: str | protocols.Drafter,
-) -> list[pathlib.Path]:
-    """Returns the models that must agree: the target, and its draft model if any.
-
-    A head that reads the target is not among them: it is checked when it is loaded.
-    """
-    folders = [hub.locate(EMBEDDED_TARGET if target is None else target)]
-    draft = _draft_folder(target, draft)
-    has_head = isinstance(drafter, str) and registry.reads_target(drafter, draft)
-    if draft is not None and not has_head:
-        folders.append(hub.locate(draft))
-    return folders
-
-
 def _agreed(
-    folders: Sequence[pathlib.Path],
+    target: pathlib.Path,
+    draft: str | pathlib.Path | None,
     words: tokenizer.Tokenizer,
     *,
     dtype: str | None,
@@ -221,23 +207,20 @@ def _agreed(
     vocabularies are loaded: see `entries`.
 
     Args:
+      draft: the draft model, if any.
       forms: the forms of the target's and the drafter's weights.
     """
     resolved = dispatch.resolve(impl)
-    of_target, *of_others = [
-        config_lib.read(folder / "config.json", dtype=dtype, weights=form)
-        for folder, form in zip(folders, forms, strict=False)
-    ]
-    impls = [
-        families.runnable(config, resolved, is_named=impl != "auto")
-        for config in (of_target, *of_others)
-    ]
-    shared = [
-        config
-        for folder, config in zip(folders[1:], of_others, strict=True)
-        if tokenizer.load(folder).fingerprint == words.fingerprint
-    ]
-    return impls, entries(words, [of_target, *shared])
+    impls: list[str] = []
+    shared: list[config_lib.ModelConfig] = []
+    folders = [target] if draft is None else [target, hub.locate(draft)]
+    for folder, form in zip(folders, forms, strict=False):
+        config = config_lib.read(folder / "config.json", dtype=dtype, weights=form)
+        impls.append(families.runnable(config, resolved, is_named=impl != "auto"))
+        own = words if folder is target else tokenizer.load(folder)
+        if own.fingerprint == words.fingerprint:
+            shared.append(config)
+    return impls, entries(words, shared)
 
 
 def heads_for(target: str | pathlib.Path | None) -> pathlib.Path | None:
@@ -277,7 +260,7 @@ def entries(
 
     Padding is left out if the models' differ, or if a family does not keep it.
     """
-    is_kept = all(families.of(config).KEEPS_PADDING for config in configs)
+    is_kept = all(families.of(config).keeps_padding for config in configs)
     if is_kept and len({config.vocab_size for config in configs}) == 1:
         return None
     return words.num_ids
@@ -288,13 +271,11 @@ def load_draft(
     target_tokenizer: tokenizer.Tokenizer,
     *,
     gamma_max: int,
-    dtype: str | None,
     impl: str,
-    weights: str | None = None,
-    cache: row_model.CacheKind = "paged",
     vocab_size: int | None = None,
     layout: shard.Layout | None = None,
     is_cut: bool = False,
+    **how: Any,
 ) -> tuple[draft_model.DraftModel, params_lib.Params]:
     """Reads a draft model, which drafts as its target samples; raises as `load`.
 
@@ -302,10 +283,10 @@ def load_draft(
       target_tokenizer: in whose vocabulary it drafts; if its own is another one, it
         drafts the tokens that both have.
       impl: a resolved implementation.
-      weights: one of `config.WEIGHTS`; None: as its folder has them.
       vocab_size: entries that are loaded, see `model.load.load`.
       layout: of the target; each of its devices has the whole draft model, unless
         `is_cut` shares it out as the target is.
+      **how: dtype, weights and cache, as `load` takes them of a target.
     """
     if folder is None:
         raise ValueError(
@@ -318,13 +299,11 @@ def load_draft(
     params: Any
     model, params = _load_rows(
         folder,
-        dtype=dtype,
-        weights=weights,
         impl=impl,
         slab=DRAFT_SLAB,
-        cache=cache,
         vocab_size=vocab_size if is_same else words.num_ids,
         layout=layout if is_cut else None,
+        **how,
     )
     if not is_same:
         model, params = translated.translate(
@@ -348,28 +327,20 @@ def load_draft(
 def _load_rows(
     folder: pathlib.Path,
     *,
-    dtype: str | None,
     impl: str,
     slab: int,
-    cache: row_model.CacheKind,
-    vocab_size: int | None,
     layout: shard.Layout | None,
-    weights: str | None = None,
+    cache: row_model.CacheKind = "paged",
+    **how: Any,
 ) -> tuple[row_model.RowModel, params_lib.Params]:
-    """Reads a model that runs slabs of `slab` rows, or of as many as `impl` takes."""
-    config, params = load_lib.load(
-        folder,
-        dtype=dtype,
-        weights=weights,
-        impl=impl,
-        vocab_size=vocab_size,
-        layout=layout,
-    )
+    """Reads a model that runs slabs of `slab` rows, or of as many as `impl` takes.
+
+    Args:
+      **how: the other arguments of `model.load.load`.
+    """
+    config, params = load_lib.load(folder, impl=impl, layout=layout, **how)
+    height = row_model.slab_for(impl, slab)
     model = row_model.RowModel(
-        config=config,
-        impl=impl,
-        slab=row_model.slab_for(impl, slab),
-        cache=cache,
-        layout=layout,
+        config=config, impl=impl, slab=height, cache=cache, layout=layout
     )
     return model, params

@@ -29,7 +29,7 @@ from jaxtyping import Array, Int
 
 from spec_jax import compilation, testing
 from spec_jax.engine import checks
-from spec_jax.model import decoder, params as params_lib, rotary, row_model, sequence
+from spec_jax.model import decoder, families, params as params_lib, row_model, sequence
 from spec_jax.ops import paged_attention, rms_norm, rope, swiglu, weights
 from spec_jax.paging import allocator, cache
 
@@ -209,7 +209,7 @@ def _run_superseded(path, params, kv, tokens, start, observe):
         "positions": positions,
         "num_active": jnp.int32(R),
     }
-    frequencies, scale = rotary.rope_table(config)
+    frequencies, scale = families.of(config).rope_table(config)
     angles = rope.angles(
         positions, jnp.asarray(frequencies), scale=scale, dtype=params.embed.dtype
     )

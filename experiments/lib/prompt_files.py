@@ -156,8 +156,9 @@ def _read(path: pathlib.Path) -> str:
         return data.decode("utf-8-sig")
     except FileNotFoundError:
         hint = DATA_SETS
-        if path.suffix.lower() not in JSON_SUFFIXES:
-            hint = hub.hint(path, kind="dataset") or hint
+        if path.suffix.lower() not in JSON_SUFFIXES and hub.hint(path):
+            call = f"hf download {path} --repo-type dataset --local-dir {path.name}"
+            hint = f"for a data set of the hub: `{call}`, then name a JSON file of it"
         raise ValueError(
             f"{path}: no such file; --prompts takes a number or the path of a prompt "
             f"file, with an optional limit as in 'file.jsonl:50' ({hint})"

@@ -8,7 +8,7 @@ from typing import Any
 from experiments.lib import prompt_files, runs as runs_lib, summaries, tables
 from spec_jax import loading
 from spec_jax.analysis import metrics
-from spec_jax.model import qwen3
+from spec_jax.model import decoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def warm_up(
     started = time.perf_counter()
     prompt = prompt_files.Prompt(id="warm-up", text="", category=None)
     # Prompts of all buckets of prefill: they need every executable.
-    one_a_bucket = {qwen3.bucket(max(1, len(ids) - 1)): ids for ids in prompts}
+    one_a_bucket = {decoder.bucket(max(1, len(ids) - 1)): ids for ids in prompts}
     for ids in one_a_bucket.values():
         for lm, settings in designs:
             # Generating one token compiles the same programs.

@@ -21,7 +21,7 @@ from spec_jax import compilation
 from spec_jax.engine import checks, protocols, target as target_lib, windows
 from spec_jax.model import (
     config as config_lib,
-    families,
+    decoder,
     params as params_lib,
     row_model,
 )
@@ -183,7 +183,7 @@ class SlotRows(target_lib.Target):
         """
         starts, length = kv.length, kv.length + pending
         kv, counts = _reserve_chains(kv, tokens.shape[1], pending, counts)
-        kv, drafts = families.of(self.config).run_chains(
+        kv, drafts = decoder.run_chains(
             params,
             self.config,
             kv,

@@ -31,7 +31,9 @@ def stored_shape(K: int, form: str) -> tuple[int, int]:
 
 
 def num_bytes(leaf: jax.ShapeDtypeStruct, form: str) -> int:
-    """Returns the bytes that the blocks of a matrix of `leaf`'s shape take."""
+    """Returns the bytes of a weight of `leaf`'s shape, in blocks unless it is dense."""
+    if form == "dense":
+        return params_lib.num_bytes(leaf)
     N, K = leaf.shape
     return N * math.prod(stored_shape(K, form))
 
@@ -70,7 +72,7 @@ def assemble(
     from the values of their file.
 
     Raises:
-      CheckpointError: as `load.assemble`; a value beyond the largest scale.
+      CheckpointError: as `load_shards.read_rows`; a value beyond the largest scale.
     """
     N, K = leaf.shape
     read = np.empty((N, blocks.num_blocks(K)), files.STORED[form])
@@ -78,11 +80,9 @@ def assemble(
     for name, shape in sources.parts:
         entry, part = entries[name], read[start : start + shape[0]]
         if entry.stored is not None and entry.stored.dtype == read.dtype:
-            # Fewer rows than the file has, if the vocabulary is cut.
-            stored = dataclasses.replace(entry.stored, shape=part.shape)
-            tensor_values.read_into(stored, part)
+            tensor_values.read_into(entry.stored, part)
         else:
-            _round(dataclasses.replace(entry, shape=shape), form, part)
+            _round(entry, form, part)
         for number in _PARTS[1 : len(read.dtype)]:
             tensor_values.check_finite(entry, np.ascontiguousarray(part[number]))
         start += shape[0]
@@ -94,13 +94,13 @@ def assemble(
 
 def _round(entry: files.Entry, form: str, out: np.ndarray) -> None:
     """Fills blocks with the rounded values of a tensor."""
-    stored, source = entry.stored, entry
+    source = entry
     make: Callable[[np.ndarray], Sequence[np.ndarray]]
     make = lambda some: blocks.QUANTISE[form](some.astype(np.float32))
-    if form == "q8_0" and stored and stored.dtype == files.STORED["q4_1"]:
-        source = dataclasses.replace(stored, shape=out.shape)
+    if form == "q8_0" and entry.stored and entry.stored.dtype == files.STORED["q4_1"]:
+        source = entry.stored
         make = lambda some: blocks.widen(*(some[name] for name in _PARTS))
-    values = np.empty(source.shape, source.dtype)
+    values = np.empty((len(out), *source.shape[1:]), source.dtype)
     tensor_values.read_into(source, values)
     if source is entry:  # `assemble` checks the scales of blocks.
         tensor_values.check_finite(entry, values)
@@ -121,17 +121,15 @@ def to_store(w: weights.Weight, rows: slice | np.ndarray) -> np.ndarray:
     return stored.view(np.uint8).reshape(*stored.shape, dtype.itemsize)
 
 
-def say_converted(
-    path: object, kinds: Mapping[str, str], forms: Mapping[str, str]
-) -> None:
-    """Warns if quantised weights of a file are converted to another form.
+def say_converted(path: object, kinds: Mapping[str, set[str]]) -> None:
+    """Warns of quantised weights of a file that were converted to another form.
 
     Args:
-      kinds, forms: the kind of each tensor in the file, and the form made of it.
+      kinds: for each form, the kinds of the tensors that it was made of.
     """
-    for form, taken in _TAKEN.items():
-        held = {kinds[name] for name in kinds if forms.get(name) == form}
-        if others := sorted(held - {*taken, *files.DTYPES}):
+    own = {*files.DTYPES, *files.WHOLE_DTYPES}
+    for form, held in kinds.items():
+        if others := sorted(held - own.union(_TAKEN[form])):
             logging.getLogger(__name__).warning(
                 "%s: weights of %s are converted to %s",
                 *(path, ", ".join(others), form.upper()),

@@ -105,16 +105,15 @@ def _compile(source: str) -> jinja2.Template:
 
 def _plain(value: Any) -> Any:
     """Copies what JSON can hold: a template cannot reach the caller's objects."""
-    if value is None or type(value) in (str, int, float, bool):
-        return value
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = (_plain(item) for item in value)
-        return tuple(items) if isinstance(value, tuple) else list(items)
-    for kind in (str, int, float):
+        return (tuple if isinstance(value, tuple) else list)(map(_plain, value))
+    for kind in (bool, str, int, float):
         if isinstance(value, kind):
             return kind(value)
+    if value is None:
+        return None
     raise _RefusedError(
         f"the messages or options hold {type(value).__name__}; give text, numbers, "
         "lists and mappings"
@@ -147,32 +146,12 @@ def _environment() -> jinja2.sandbox.SandboxedEnvironment:
         lstrip_blocks=True,
         extensions=[_Generation, jinja2.ext.loopcontrols],
     )
-    environment.filters["tojson"] = _to_json
+    # Jinja's own filter escapes HTML.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
+    now = datetime.datetime.now
+    environment.globals["strftime_now"] = lambda form: now().strftime(form)
     return environment
-
-
-def _strftime_now(form: str) -> str:
-    """Formats the local time for a template."""
-    return datetime.datetime.now().strftime(form)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Encodes JSON as Hugging Face does: Jinja's own filter escapes HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
 
 
 def _raise_exception(message: str) -> None:

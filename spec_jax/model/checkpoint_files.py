@@ -73,6 +73,7 @@ class Entry(Tensor):
 
     path: pathlib.Path
     offset: int  # of the first byte, from the start of the file
+    kind: str  # the file's name of the dtype
     unit_values: int = 1
     unit_bytes: int = 0
     unpack: Callable[[np.ndarray], np.ndarray] | None = None  # of uint8
@@ -190,6 +191,7 @@ def read_header(
             dtype=dtypes[dtype],
             shape=tuple(tensor.get_shape()),
             offset=position,
+            kind=dtype,
         )
         position += entries[name].num_bytes
     return entries

@@ -10,7 +10,7 @@ import dataclasses
 import pathlib
 import reprlib
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 
@@ -62,9 +62,7 @@ class YarnScaling:
         check_size(f"yarn {name}", getattr(self, name))
         check_flag("yarn truncate", self.truncate)
         if theta <= 1:
-            raise ValueError(
-                f"rope_theta={theta!r} must be above 1 with yarn; {_REMEDY}"
-            )
+            raise _refusal("rope_theta", theta, "above 1 with yarn")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,14 +91,30 @@ SCALINGS: Mapping[str, type[Scaling]] = {"yarn": YarnScaling, "llama3": Llama3Sc
 """Context extensions, by Hugging Face's `rope_type`."""
 
 
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Sizes and constants that a model of any family has.
 
-    `model_type` is the family's key in `families.MODULES`.
+    `model_type` is the family's key in `families.MODULES`, and `KEYS` has the fields
+    that are read and written as they are, by their keys in `config.json`.
     """
 
     model_type: ClassVar[str]
+    KEYS: ClassVar[dict[str, str]] = SIZES | {
+        "tie_word_embeddings": "tie_word_embeddings"
+    }
 
     vocab_size: int  # V
     hidden_size: int  # D
@@ -156,17 +170,19 @@ class ModelConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3Config(ModelConfig):
-    """A dense Qwen3 model.
+class GatedConfig(ModelConfig):
+    """A dense model with RMSNorm and a gated MLP, as Qwen3, Qwen2 and Llama.
 
-    `head_dim` is stated, never derived: `num_heads * head_dim` differs from
-    `hidden_size` in Qwen3-0.6B, 4B and 32B.
+    Attributes:
+      has_head_norms: whether queries and keys are normed.
+      has_biases: whether queries, keys and values have biases.
     """
 
-    model_type = "qwen3"
+    KEYS = ModelConfig.KEYS | {"rms_norm_eps": "rms_norm_eps"}
+    has_head_norms: ClassVar[bool] = False
+    has_biases: ClassVar[bool] = False
 
     rms_norm_eps: float = 1e-6
-    rope_theta: float = 1_000_000.0
     scaling: Scaling | None = None
 
     def validate(self) -> Self:
@@ -178,16 +194,23 @@ class Qwen3Config(ModelConfig):
         return self
 
 
-SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
-    "max_position_embeddings": "max_position_embeddings",
-}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3Config(GatedConfig):
+    """A dense Qwen3 model.
+
+    `head_dim` is stated, never derived: `num_heads * head_dim` differs from
+    `hidden_size` in Qwen3-0.6B, 4B and 32B.
+    """
+
+    model_type = "qwen3"
+    has_head_norms = True
+
+    rope_theta: float = 1_000_000.0
+
+
+def _refusal(key: str, value: Any, need: str) -> ValueError:
+    shown = reprlib.repr(value)
+    return ValueError(f"{key}={shown} must be {need}; {_REMEDY}")
 
 
 def positive(key: str, value: Any) -> float:
@@ -199,10 +222,7 @@ def positive(key: str, value: Any) -> float:
     smallest, largest = float(_FLOAT32.tiny), float(_FLOAT32.max)
     if type(value) in (int, float) and smallest <= value <= largest:
         return float(value)
-    raise ValueError(
-        f"{key}={reprlib.repr(value)} must be a positive number in the range of "
-        f"float32; {_REMEDY}"
-    )
+    raise _refusal(key, value, "a positive number in the range of float32")
 
 
 def check_token_ids(key: str, value: Any, vocab_size: int) -> None:
@@ -214,27 +234,20 @@ def check_token_ids(key: str, value: Any, vocab_size: int) -> None:
     ids = value if isinstance(value, list) else [value]
     in_range = all(type(token) is int and 0 <= token < vocab_size for token in ids)
     if value is not None and not in_range:
-        raise ValueError(
-            f"{key}={reprlib.repr(value)} must be token ids from 0 to "
-            f"{vocab_size - 1}, the last of the vocabulary; {_REMEDY}"
-        )
+        last = f"{vocab_size - 1}, the last of the vocabulary"
+        raise _refusal(key, value, f"token ids from 0 to {last}")
 
 
 def check_size(key: str, value: Any) -> None:
     """Raises `ValueError` unless `value` is an integer from 1 to `MAX_SIZE`."""
     if type(value) is not int or not 1 <= value <= MAX_SIZE:
-        raise ValueError(
-            f"{key}={reprlib.repr(value)} must be a positive integer, at most "
-            f"{MAX_SIZE}; {_REMEDY}"
-        )
+        raise _refusal(key, value, f"a positive integer, at most {MAX_SIZE}")
 
 
 def check_flag(key: str, value: Any) -> None:
     """Raises `ValueError` unless `value` is true or false."""
     if type(value) is not bool:
-        raise ValueError(
-            f"{key}={reprlib.repr(value)} must be true or false; {_REMEDY}"
-        )
+        raise _refusal(key, value, "true or false")
 
 
 def check_form(name: str, weights: str) -> None:
@@ -286,16 +299,26 @@ def to_dict(config: ModelConfig) -> dict[str, Any]:
     return made | ({"quantization_config": mark} if mark else {})
 
 
-def read_sizes(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """Reads the values of `keys`, by the names of `ModelConfig`'s fields.
+Config = TypeVar("Config", bound=ModelConfig)
+
+
+def read_fields(kind: type[Config], raw: Mapping[str, Any], **own: Any) -> Config:
+    """Reads a config of this kind: the fields of its `KEYS`, and its `own`.
 
     Raises:
-      ValueError: keys that are missing.
+      ValueError: sizes that are missing.
     """
-    missing = [key for key in keys if key not in raw]
+    keys = {key: name for key, name in kind.KEYS.items() if name not in own}
+    missing = [key for key in keys if key in SIZES and key not in raw]
     if missing:
         raise ValueError(f"missing keys: {', '.join(missing)}; {_REMEDY}")
-    return {name: raw[key] for key, name in keys.items()}
+    return kind(**{keys[key]: raw[key] for key in keys if key in raw}, **own)
+
+
+def write_fields(config: ModelConfig) -> dict[str, Any]:
+    """Returns the values that `read_fields` reads, and the dtype."""
+    stated = {key: getattr(config, name) for key, name in config.KEYS.items()}
+    return stated | {"torch_dtype": config.dtype}
 
 
 def read_dtype(raw: Mapping[str, Any], dtype: str | None) -> Any:
@@ -326,8 +349,7 @@ def read_rope(
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     stated = raw.get(key) or {}
     if not isinstance(stated, dict):
-        shown = reprlib.repr(stated)
-        raise ValueError(f"{key}={shown} must be an object or null; {_REMEDY}")
+        raise _refusal(key, stated, "an object or null")
     nested = [name for name, value in stated.items() if isinstance(value, dict)]
     if nested:
         raise ValueError(

@@ -6,6 +6,7 @@ family's module says what its layer computes. They do not know speculation.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,19 +18,10 @@ from spec_jax.model import (
     families,
     observe as observe_lib,
     params as params_lib,
-    rotary,
     sequence,
 )
-from spec_jax.ops import (
-    bits,
-    dispatch,
-    embedding,
-    page_write,
-    projection,
-    rms_norm,
-    rope,
-    weights,
-)
+from spec_jax.native import steps
+from spec_jax.ops import dispatch, embedding, projection, rms_norm, rope, weights
 from spec_jax.paging import allocator, cache
 from spec_jax.typing import typed
 
@@ -59,38 +51,75 @@ class RowOutputs(pytree.Node):
     features: jax.Array  # [R, taps, D]
 
 
-def run_rows(
+@typed
+def forward_rows(
     params: params_lib.Params,
     config: config_lib.ModelConfig,
     rows: Rows,
     kv: cache.PagedKV,
     *,
     impl: str,
-    taps: tuple[int, ...],
-    with_logits: bool,
-    observe: observe_lib.Observe | None,
-    run_layer: Callable,
-    run_head: Callable,
+    taps: tuple[int, ...] = (),
+    with_logits: bool = True,
+    observe: observe_lib.Observe | None = None,
 ) -> tuple[cache.PagedKV, RowOutputs]:
-    """Runs a slab of rows operation by operation; see `qwen3.forward_rows`.
+    """Runs a slab of rows through the model, writing their keys and values.
+
+    The row contract: with weights, config, `impl` and slab height fixed, the logits,
+    the features and the K/V of an active row depend, bit for bit, only on its token,
+    its position and the K/V it may see. They do not depend on which row of the slab it
+    is, how many are active, what the others hold, which pages hold its prefix, or who
+    is calling. Decoding a token and verifying it are therefore the same thing.
+
+    The pages must have been reserved (`allocator.reserve`); lengths do not change.
 
     Args:
-      params: as `params.prepare` makes them.
-      run_layer: the family's: takes a layer's weights, the weight of the norm after
-        it, the residual (`projection.Residual`), the rows, the layer's pages and the
-        angles; returns the residual and the pages of keys and of values.
-      run_head: the family's: takes weights, residual and rows; returns logits.
+      taps: `hidden_states` indices to return as features, see `sequence.forward`.
+      with_logits: without them `logits` is `[0, V]`, and the head is not read.
+      observe: sees what leaves each kernel of Qwen3, all of `observe.LEAVES_ROWS`, and
+        may change it; without it the traced program holds nothing of this.
+
+    Raises:
+      NotImplementedError: with `observe`, a family with other operations.
     """
-    see = observe or observe_lib.pass_on
+    params = params_lib.prepare(params, impl)
+    is_split = isinstance(params.layers[0].qkv, weights.Split)
+    if impl in families.of(config).fused and observe is None and not is_split:
+        dtype = params.final_norm.dtype
+        logits, features, pages = steps.step(
+            rows,
+            steps.Model.of(params, params.layers, config, kv),
+            row_angles(config, rows.positions, dtype=dtype, impl=impl),
+            taps=taps,
+            with_logits=with_logits,
+        )
+        outputs = RowOutputs(logits=logits, features=features)
+        return cache.with_pages(kv, pages), outputs
+    return _run_operations(params, config, rows, kv, impl, taps, with_logits, observe)
+
+
+def _run_operations(params, config, rows, kv, impl, taps, with_logits, observe):
+    """Runs a slab of rows operation by operation, with prepared weights."""
+    family = families.of(config)
+    see = observe or (lambda layer, operation, value: value)
     x = embedding.embed(
         params.embed, rows.tokens, num_active=rows.num_active, impl=impl
     )
     x = see(None, "embed", x)
-    angles = row_angles(config, rows.positions, dtype=x.dtype, impl=impl)
-    run = functools.partial(run_layer, config=config, impl=impl)
+    cos, sin = row_angles(config, rows.positions, dtype=x.dtype, impl=impl)
+    where = {
+        "page_table": kv.page_table,
+        "slots": rows.slots,
+        "positions": rows.positions,
+        "num_active": rows.num_active,
+        "branch": rows.branch,
+        "cos": cos,
+        "sin": sin,
+    }
+    run_layer: Any = functools.partial(family.run_layer, config=config, impl=impl)
     # Layers differ only in their arrays: one is traced and lowered for all. A hook
     # gets the number of the layer, so with a hook each layer is traced.
-    run_layer = jax.jit(run) if observe is None else run
+    run_layer = jax.jit(run_layer) if observe is None else run_layer
     boundaries, residual = [x], projection.Residual(x=x)
     if impl in dispatch.PALLAS and observe is None:
         # Normed, as each layer leaves it: all layers are one function. GPT-NeoX has
@@ -106,21 +135,54 @@ def run_rows(
         # XLA may fuse and round differently in another surrounding program: each
         # layer is compiled for itself.
         residual = jax.lax.optimization_barrier(residual)
-        pages = kv.k[number], kv.v[number], kv.page_table
+        pages = kv.k[number], kv.v[number]
         residual, k, v = run_layer(
-            layer, norms[number + 1], residual, rows, pages, angles, **hook
+            layer, norms[number + 1], residual, pages, where, **hook
         )
         kv = cache.replace_layer(kv, number, k=k, v=v)
         boundaries.append(residual.x)
     logits = jnp.zeros((0, config.vocab_size), jnp.float32)
     if with_logits:
         residual = jax.lax.optimization_barrier(residual)
-        logits = run_head(params, residual, rows, config=config, impl=impl)
+        head = functools.partial(family.run_head, config=config, impl=impl)
+        logits = head(params, residual, rows.num_active)
         logits = see(None, "logits", jax.lax.optimization_barrier(logits))
     features = jnp.zeros((x.shape[0], 0, config.hidden_size), x.dtype)
     if taps:
         features = jnp.stack([boundaries[tap] for tap in taps], axis=1)
     return kv, RowOutputs(logits=logits, features=features)
+
+
+def run_chains(
+    params: params_lib.Params,
+    config: config_lib.ModelConfig,
+    kv: cache.PagedKV,
+    *,
+    tokens: Int[Array, "S W"],
+    starts: Int[Array, " S"],
+    pending: Int[Array, " S"],
+    counts: Int[Array, " S"],
+    most: int,
+) -> tuple[cache.PagedKV, Int[Array, "S most"]]:
+    """Continues texts greedily, in one call of native kernels; see `steps.chains`.
+
+    Only of a family that is `fused` with these kernels.
+
+    Tokens and K/V are those of `forward_rows`, one row at a time. The pages must have
+    been reserved; lengths do not change.
+    """
+    params = params_lib.prepare(params, "native")
+    count, dtype = tokens.shape[1] + most - 1, params.final_norm.dtype
+    drafts, _, pages = steps.chains(
+        tokens,
+        steps.Model.of(params, params.layers, config, kv),
+        chain_angles(config, starts, count, dtype=dtype),
+        starts=starts,
+        pending=pending,
+        counts=counts,
+        most=most,
+    )
+    return cache.with_pages(kv, pages), drafts
 
 
 def row_angles(
@@ -131,7 +193,7 @@ def row_angles(
     impl: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns cosines and sines `[R, H/2]` at `positions`, see `rope.angles`."""
-    frequencies, scale = rotary.rope_table(config)
+    frequencies, scale = families.of(config).rope_table(config)
     return rope.row_angles(
         # So that the angles' bits do not depend on how positions are computed.
         jax.lax.optimization_barrier(positions),
@@ -149,28 +211,6 @@ def chain_angles(
     chains: `[S * count, H/2]`."""
     positions = starts[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
     return row_angles(config, positions.reshape(-1), dtype=dtype, impl="native")
-
-
-def observe_heads(heads, config, observe):
-    """Shows queries, keys and values to the hook; returns the fused projection."""
-    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
-    parts = jnp.split(heads, (N * H, (N + K) * H), axis=1)
-    seen = [observe(name, part) for name, part in zip("qkv", parts, strict=True)]
-    return jnp.concatenate(seen, axis=1)
-
-
-def observe_written(pool, name, observe, *, page_table, slots, positions, num_active):
-    """Shows the hook the rows' stored values; returns pages with what it returns."""
-    pages, offsets = page_write.locate(page_table, pool.shape[1], slots, positions)
-    read = bits.to_bits(pool).at[pages, offsets].get(mode="fill", fill_value=0)
-    return page_write.page_write(
-        pool,
-        observe(name, bits.from_bits(read, pool.dtype)),
-        page_table=page_table,
-        slots=slots,
-        positions=positions,
-        num_active=num_active,
-    )
 
 
 def bucket(length: int) -> int:
@@ -191,7 +231,7 @@ def prefill(
     length: Int[Array, ""],
     slot: Int[Array, ""],
     taps: tuple[int, ...] = (),
-) -> tuple[cache.PagedKV, Float[Array, "T taps D"]]:
+) -> tuple[cache.PagedKV, Float[Array, "T taps D"] | None]:
     """Writes the K/V of `tokens[:length]` at positions `[0, length)` of a slot.
 
     `T` is a `bucket`; tokens past `length` are padding and write nowhere. Runs
@@ -199,7 +239,8 @@ def prefill(
     speculative decoding share it. The pages must have been reserved.
 
     Returns:
-      The cache, of length `length`, and the features `[T, taps, D]`.
+      The cache, of length `length`, and the features of the prompt; None without
+      `taps`.
     """
     outputs = sequence.forward(params, config, tokens[None], taps=taps)
     T = tokens.shape[0]
@@ -214,7 +255,8 @@ def prefill(
             k=outputs.k[number][0],
             v=outputs.v[number][0],
         )
-    return allocator.extend(kv, slot, length), outputs.features[0]
+    kv = allocator.extend(kv, slot, length)
+    return kv, outputs.features[0] if taps else None
 
 
 @typed
@@ -227,8 +269,7 @@ def prefill_rows(
     length: Int[Array, ""],
     slot: Int[Array, ""],
     slab: int,
-    impl: str,
-    forward: Callable | None = None,
+    forward: Callable,
     taps: tuple[int, ...] = (),
     begun: Int[Array, ""] | int = 0,
     before: Float[Array, "T0 taps D"] | None = None,
@@ -236,22 +277,14 @@ def prefill_rows(
     """Implements `prefill` by `forward_rows`: K/V and features are those of decoding.
 
     Args:
-      forward: `RowModel.forward_rows`; None: the family's, with weights prepared.
+      forward: `RowModel.forward_rows`.
       begun: number of positions that the slot has already.
       before: features of at least these positions; None: zeros.
 
     Returns:
-      The cache, and the features of the prompt; None without `taps`.
+      As `prefill`.
     """
     padded = jnp.pad(tokens, (0, slab))
-    if forward is None:  # A given `forward` prepares the weights itself.
-        params = params_lib.prepare(params, impl)
-
-        def forward(params, rows, kv, **how):
-            return families.of(config).forward_rows(
-                params, config, rows, kv, impl=impl, **how
-            )
-
     features = None
     if taps:
         shape = padded.shape[0], len(taps), config.hidden_size

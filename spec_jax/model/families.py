@@ -1,22 +1,25 @@
-"""Holds the table of the families of models, and what the module of each must have.
+"""Holds the table of the families of models, and what each has of its own.
 
 All families share slabs of rows, prompts and caches (`decoder`), whole sequences
 (`sequence`), files (`load`) and everything above them. Each family has a module for
 the differences, which is imported when a model of the family is loaded.
 """
 
+import dataclasses
 import functools
 import importlib
 import logging
 import reprlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spec_jax.typing import IMPLS
 
 
-if TYPE_CHECKING:  # These modules import this one.
-    import jax
-
-    from spec_jax.model import config as config_lib, params as params_lib
+if TYPE_CHECKING:  # It imports this module.
+    from spec_jax.model import config as config_lib
 
 
 MODULES: Mapping[str, tuple[str, str]] = {
@@ -28,69 +31,57 @@ MODULES: Mapping[str, tuple[str, str]] = {
 """The entry in `architectures` and the module of each `model_type`."""
 
 
-class Family(Protocol):
-    """The contents of a module of `MODULES`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family's own part, `FAMILY` of its module.
 
-    IMPLS: tuple[str, ...]
-    """Implementations that run the family (`ops.dispatch`), other than "auto"."""
+    Attributes:
+      read_config: takes `config.json`, and a `dtype` in the place of its own or None;
+        returns a `config.ModelConfig`.
+      write_config: takes one; returns the keys that `read_config` reads, without the
+        family's names.
+      shapes: takes a config; returns the weights as `jax.ShapeDtypeStruct`s.
+      names: the tensors of each field, for `params.parts`.
+      orders: takes a config; returns `params.Parts.order` of fields that have one.
+      rope_table: takes a config; returns inverse frequencies `[H/2]`, and the scale of
+        cos and sin.
+      run_layer, run_head: for `decoder.forward_rows`, as those of `qwen3`.
+      sequence_layer: takes a layer, the config, a residual `[B, T, D]` and positions;
+        returns the residual after the layer, its keys and its values.
+      sequence_norm: takes the weights, the config and a residual; returns it after the
+        final norm.
+      auto: the implementations (`ops.dispatch`) that "auto" may choose: those whose
+        rows were tested on the device. For others it takes "xla", and warns.
+      fused: the implementations with a kernel for a whole step, and for chains.
+      ignored: a regular expression of old checkpoints' tensors that nothing reads.
+      keeps_padding: whether rows of the vocabulary without a token are loaded if both
+        models of a pair have equally many. If false they are left out: they could be
+        drawn.
+    """
 
-    AUTO: tuple[str, ...]
-    """The subset of `IMPLS` that "auto" may choose."""
-
-    LM_HEAD: str
-    """The name of the output projection in checkpoints."""
-
-    IGNORED: str
-    """A regular expression of old checkpoints' tensors that nothing reads."""
-
-    KEEPS_PADDING: bool
-    """Whether rows of the vocabulary without a token are loaded if both models of a
-    pair have equally many. If false they are left out: they could be drawn."""
-
-    CHAIN_IMPLS: tuple[str, ...]
-    """The subset of `IMPLS` that has `run_chains`."""
-
-    def read_config(
-        self, raw: Mapping[str, Any], *, dtype: str | None
-    ) -> "config_lib.ModelConfig":
-        """Reads `config.json`; `dtype` takes the place of its own."""
-
-    def write_config(self, config: Any) -> dict[str, Any]:
-        """Returns the keys that `read_config` reads, without the family's names."""
-
-    def shapes(self, config: Any) -> "params_lib.Params":
-        """Returns the weights as `jax.ShapeDtypeStruct`s."""
-
-    def tensors(self, config: Any) -> "params_lib.Params":
-        """Returns a tree like `shapes`, of `params.Parts`: checkpoint tensors."""
-
-    def rope_table(self, config: Any) -> tuple[Any, float]:
-        """Returns inverse frequencies `[H/2]` and the scale of cos and sin."""
-
-    def forward_rows(self, params: Any, config: Any, rows: Any, kv: Any, **how: Any):
-        """Runs a slab of rows: `decoder.run_rows` with the family's functions."""
-
-    def run_chains(self, params: Any, config: Any, kv: Any, **how: Any):
-        """Continues texts greedily in one call, as `qwen3.run_chains`."""
-
-    def sequence_layer(
-        self, layer: Any, config: Any, x: "jax.Array", positions: "jax.Array"
-    ) -> "tuple[jax.Array, jax.Array, jax.Array]":
-        """Returns the residual `[B, T, D]` after a layer, its keys and its values."""
-
-    def sequence_norm(
-        self, params: "params_lib.Params", config: Any, x: "jax.Array"
-    ) -> "jax.Array":
-        """Returns the residual after the final norm."""
+    read_config: Callable[..., Any]
+    write_config: Callable[[Any], dict[str, Any]]
+    shapes: Callable[[Any], Any]
+    names: Mapping[str, str]
+    orders: Callable[[Any], Mapping[str, np.ndarray]] = lambda config: {}
+    rope_table: Callable[[Any], tuple[np.ndarray, float]]
+    run_layer: Callable
+    run_head: Callable
+    sequence_layer: Callable
+    sequence_norm: Callable
+    auto: tuple[str, ...] = IMPLS[1:]
+    fused: tuple[str, ...] = ()
+    ignored: str = r"(?!)"  # Nothing.
+    keeps_padding: bool = False
 
 
 def of(config: "config_lib.ModelConfig") -> Family:
-    """Returns the module of a config's family."""
-    return _module(config.model_type)
+    """Returns the family of a config."""
+    return _load(config.model_type)
 
 
 def named(raw: Mapping[str, Any]) -> Family:
-    """Returns the module of the family that a `config.json` names.
+    """Returns the family that a `config.json` names.
 
     Raises:
       ValueError: a family that is not in the table, or two that contradict each other.
@@ -99,7 +90,7 @@ def named(raw: Mapping[str, Any]) -> Family:
     for model_type, (architecture, _) in MODULES.items():
         is_named = raw.get("model_type", model_type) == model_type
         if architectures == [architecture] and is_named:
-            return _module(model_type)
+            return _load(model_type)
     known = (f"{name} ({kind})" for kind, (name, _) in MODULES.items())
     raise ValueError(
         f"architectures={reprlib.repr(architectures)}, "
@@ -115,21 +106,12 @@ def runnable(
 
     Args:
       resolved: from `ops.dispatch.resolve`.
-      is_named: whether it was asked for by name; otherwise one of `AUTO`, or "xla".
-
-    Raises:
-      NotImplementedError: a named implementation without kernels for the family.
+      is_named: whether it was asked for by name; otherwise one of `auto`, or "xla".
     """
-    known = of(config).IMPLS
-    if resolved in (known if is_named else of(config).AUTO):
+    if is_named or resolved in of(config).auto:
         return resolved
-    if not is_named:
-        _say_xla_runs(config.model_type, resolved)
-        return "xla"
-    raise NotImplementedError(
-        f"impl={resolved!r} has no kernels for {config.model_type} models; take "
-        f"{' or '.join(repr(name) for name in known)}, or 'auto', which chooses"
-    )
+    _say_xla_runs(config.model_type, resolved)
+    return "xla"
 
 
 @functools.cache
@@ -143,5 +125,5 @@ def _say_xla_runs(model_type: str, resolved: str) -> None:
     )
 
 
-def _module(model_type: str) -> Family:
-    return cast(Family, importlib.import_module(MODULES[model_type][1]))
+def _load(model_type: str) -> Family:
+    return importlib.import_module(MODULES[model_type][1]).FAMILY

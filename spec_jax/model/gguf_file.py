@@ -16,18 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from spec_jax.model import checkpoint_files as files, gguf_header, gguf_tokenizer
+from spec_jax.model import (
+    checkpoint_files as files,
+    families,
+    gguf_header,
+    gguf_tokenizer,
+)
 
 
 SUFFIX = ".gguf"
 INSTALL = "pip install 'spec_jax[gguf]'"
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-"""Hugging Face's names of the architectures that are read, by llama.cpp's."""
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""The architectures that are read: llama.cpp's names are those of the families."""
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -139,6 +140,7 @@ def _entry(
         "path": path,
         "shape": tensor.shape,
         "offset": tensor.offset,
+        "kind": tensor.kind,
     }
     plain = files.DTYPES.get(tensor.kind)
     if plain is not None and rows == 1:
@@ -194,12 +196,6 @@ _BLOCKS: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
 }
 
 
-def kinds(path: pathlib.Path) -> dict[str, str]:
-    """Returns the kinds of a file's tensors, such as "F32" or "Q8_0", by name."""
-    tensors = gguf_header.read(path).tensors
-    return {_renamed(name): tensor.kind for name, tensor in tensors.items()}
-
-
 def _renamed(name: str) -> str:
     """Returns Hugging Face's name of a tensor."""
     match = _OF_LAYER.fullmatch(name)
@@ -244,7 +240,7 @@ def _config(header: gguf_header.Header) -> dict[str, Any]:
     """Returns the contents of `config.json` that the metadata states."""
     path, fields = header.path, header.fields
     name = fields.get("general.architecture")
-    if name not in [*ARCHITECTURES]:  # A file may state a list.
+    if name not in ARCHITECTURES:
         raise files.CheckpointError(
             f"{path}: general.architecture={name!r}, and {', '.join(ARCHITECTURES)} "
             "are read; take a model of one of them"
@@ -280,7 +276,7 @@ def _config(header: gguf_header.Header) -> dict[str, Any]:
             )
     held = {tensor.kind for tensor in header.tensors.values()}
     return raw | {
-        "architectures": [ARCHITECTURES[name]],
+        "architectures": [families.MODULES[name][0]],
         "model_type": name,
         "vocab_size": header.tensors["token_embd.weight"].shape[0],
         "head_dim": head_dim,

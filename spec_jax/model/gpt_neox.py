@@ -20,7 +20,7 @@ import numpy as np
 from spec_jax import pytree
 from spec_jax.model import (
     config as config_lib,
-    decoder,
+    families,
     params as params_lib,
     sequence,
 )
@@ -35,24 +35,25 @@ from spec_jax.ops import (
 )
 
 
-IMPLS = ("native", "xla", "triton", "interpret")
-# Triton's kernels have not run this family on a GPU.
-AUTO = ("native", "xla")
-CHAIN_IMPLS: tuple[str, ...] = ()
-LM_HEAD = "embed_out.weight"
-IGNORED = r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$"
-KEEPS_PADDING = False
-
-_SIZES = {
-    key: name
-    for key, name in config_lib.SIZES.items()
-    if key not in ("num_key_value_heads", "head_dim")
-}
 _APPROXIMATE = {
     "gelu": False,
     "gelu_new": True,
     "gelu_fast": True,
     "gelu_pytorch_tanh": True,
+}
+_MODULES = {
+    "final_norm": "gpt_neox.final_layer_norm",
+    "layers.input_norm": "gpt_neox.layers.{0}.input_layernorm",
+    "layers.qkv": "gpt_neox.layers.{0}.attention.query_key_value",
+    "layers.attention_out": "gpt_neox.layers.{0}.attention.dense",
+    "layers.mlp_norm": "gpt_neox.layers.{0}.post_attention_layernorm",
+    "layers.up": "gpt_neox.layers.{0}.mlp.dense_h_to_4h",
+    "layers.down": "gpt_neox.layers.{0}.mlp.dense_4h_to_h",
+}
+NAMES = {"embed": "gpt_neox.embed_in", "lm_head": "embed_out"} | {
+    f"{field}.{kind}": f"{name}.{kind}"
+    for field, name in _MODULES.items()
+    for kind in ("weight", "bias")
 }
 
 
@@ -69,6 +70,11 @@ class GPTNeoXConfig(config_lib.ModelConfig):
     """
 
     model_type = "gpt_neox"
+    KEYS = config_lib.ModelConfig.KEYS | {
+        "layer_norm_eps": "layer_norm_eps",
+        "use_parallel_residual": "has_parallel_residual",
+        "hidden_act": "hidden_act",
+    }
 
     layer_norm_eps: float = 1e-5
     rotary_size: int
@@ -94,38 +100,30 @@ class GPTNeoXConfig(config_lib.ModelConfig):
         return self
 
 
-class Norm(pytree.Node):
-    """Parameters of a LayerNorm."""
+class Affine(pytree.Node):
+    """Parameters of a projection with a bias, or of a LayerNorm."""
 
-    weight: jax.Array  # [D]
-    bias: jax.Array  # [D]
-
-
-class Linear(pytree.Node):
-    """A projection with a bias."""
-
-    weight: weights.Weight  # [N, K]
-    bias: jax.Array  # [N]
+    weight: weights.Weight  # [N, K], or [D]
+    bias: jax.Array  # [N], or [D]
 
 
 class Layer(pytree.Node):
     """A decoder layer."""
 
-    input_norm: Norm
-    qkv: Linear  # [3 * N * H, D]: queries, keys, values
-    attention_out: Linear  # [D, N * H]
-    mlp_norm: Norm
-    up: Linear  # [F, D]
-    down: Linear  # [D, F]
+    input_norm: Affine
+    qkv: Affine  # [3 * N * H, D]: queries, keys, values
+    attention_out: Affine  # [D, N * H]
+    mlp_norm: Affine
+    up: Affine  # [F, D]
+    down: Affine  # [D, F]
 
 
 def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> GPTNeoXConfig:
     """Implements `families.Family.read_config`; float16 is read as float32."""
     allowed = {"attention_bias": (True, None), "is_decoder": (False, True, None)}
     config_lib.check_features(raw, allowed)
-    sizes = config_lib.read_sizes(raw, _SIZES)
     for key in ("hidden_size", "num_attention_heads"):
-        config_lib.check_size(key, raw[key])
+        config_lib.check_size(key, raw.get(key))
     width, heads = raw["hidden_size"], raw["num_attention_heads"]
     if width % heads:
         raise ValueError(
@@ -137,92 +135,63 @@ def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> GPTNeoXConfig:
     share = raw.get("partial_rotary_factor", raw.get("rotary_pct", 0.25))
     share = stated.get("partial_rotary_factor", share)
     own = config_lib.read_dtype(raw, dtype)
-    return GPTNeoXConfig(
-        **sizes,
+    return config_lib.read_fields(
+        GPTNeoXConfig,
+        raw,
         num_kv_heads=heads,
         head_dim=width // heads,
         rope_theta=theta,
         # Rounded down, as in Hugging Face.
         rotary_size=int(width // heads * config_lib.positive("rotary_pct", share)),
-        layer_norm_eps=config_lib.positive(
-            "layer_norm_eps", raw.get("layer_norm_eps", 1e-5)
-        ),
-        has_parallel_residual=raw.get("use_parallel_residual", True),
-        hidden_act=raw.get("hidden_act", "gelu"),
-        tie_word_embeddings=raw.get("tie_word_embeddings", False),
         dtype="float32" if own == "float16" else own,
     )
 
 
 def write_config(config: GPTNeoXConfig) -> dict[str, Any]:
     """Implements `families.Family.write_config`."""
-    return {
-        **{key: getattr(config, name) for key, name in _SIZES.items()},
+    stated = config_lib.write_fields(config) | {
         "attention_bias": True,
-        "hidden_act": config.hidden_act,
-        "layer_norm_eps": config.layer_norm_eps,
         "rotary_emb_base": config.rope_theta,
         "rotary_pct": config.rotary_size / config.head_dim,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "torch_dtype": config.dtype,
-        "use_parallel_residual": config.has_parallel_residual,
     }
+    derived = ("num_key_value_heads", "head_dim")
+    return {key: stated[key] for key in stated if key not in derived}
 
 
 def shapes(config: GPTNeoXConfig) -> params_lib.Params:
     """Implements `families.Family.shapes`."""
     dtype = jnp.dtype(config.dtype)
+    D, F = config.hidden_size, config.intermediate_size
 
-    def made(sources: params_lib.Parts) -> Any:
-        rows = sum(shape[0] for _, shape in sources.parts)
-        return jax.ShapeDtypeStruct((rows, *sources.parts[0][1][1:]), dtype)
+    def leaf(*shape: int) -> Any:  # in the place of an array
+        return jax.ShapeDtypeStruct(shape, dtype)
 
-    return jax.tree.map(made, tensors(config))
+    def linear(N: int, K: int) -> Affine:
+        return Affine(weight=leaf(N, K), bias=leaf(N))
 
-
-def tensors(config: GPTNeoXConfig) -> params_lib.Params:
-    """Implements `families.Family.tensors`."""
-    D, F, V = config.hidden_size, config.intermediate_size, config.vocab_size
-    order = _qkv_order(config)
-
-    def part(name: str, *shape: int, order: np.ndarray | None = None) -> Any:
-        return params_lib.Parts(((name, shape),), order)
-
-    def norm(name: str) -> Norm:
-        name = f"gpt_neox.{name}"
-        return Norm(weight=part(f"{name}.weight", D), bias=part(f"{name}.bias", D))
-
-    def layer(number: int) -> Layer:
-        """Returns names and shapes of one decoder layer."""
-
-        def linear(name: str, N: int, K: int, order=None) -> Linear:
-            name = f"gpt_neox.layers.{number}.{name}"
-            return Linear(
-                weight=part(f"{name}.weight", N, K, order=order),
-                bias=part(f"{name}.bias", N, order=order),
-            )
-
-        return Layer(
-            input_norm=norm(f"layers.{number}.input_layernorm"),
-            qkv=linear("attention.query_key_value", 3 * D, D, order),
-            attention_out=linear("attention.dense", D, D),
-            mlp_norm=norm(f"layers.{number}.post_attention_layernorm"),
-            up=linear("mlp.dense_h_to_4h", F, D),
-            down=linear("mlp.dense_4h_to_h", D, F),
-        )
-
+    norm = Affine(weight=leaf(D), bias=leaf(D))
+    layer = Layer(
+        input_norm=norm,
+        qkv=linear(3 * D, D),
+        attention_out=linear(D, D),
+        mlp_norm=norm,
+        up=linear(F, D),
+        down=linear(D, F),
+    )
+    embed = leaf(config.vocab_size, D)
     return params_lib.Params(
-        embed=part("gpt_neox.embed_in.weight", V, D),
-        layers=tuple(layer(number) for number in range(config.num_layers)),
-        final_norm=norm("final_layer_norm"),
-        lm_head=None if config.tie_word_embeddings else part(LM_HEAD, V, D),
+        embed=embed,
+        layers=(layer,) * config.num_layers,
+        final_norm=norm,
+        lm_head=None if config.tie_word_embeddings else embed,
     )
 
 
-def _qkv_order(config: GPTNeoXConfig) -> np.ndarray:
-    """Returns each of our rows' row in a checkpoint's fused projection, `[3, D]`.
+def orders(config: GPTNeoXConfig) -> dict[str, np.ndarray]:
+    """Implements `families.Family.orders`.
 
-    In a checkpoint each head's queries, keys and values follow one another.
+    In a checkpoint's fused projection each head's queries, keys and values follow one
+    another.
     """
     N, H = config.num_heads, config.head_dim
     turned, rest = np.split(np.arange(H), [config.rotary_size + config.rotary_size % 2])
@@ -230,7 +199,8 @@ def _qkv_order(config: GPTNeoXConfig) -> np.ndarray:
     paired = np.concatenate([np.concatenate(half) for half in zip(*pairs, strict=True)])
     stored = np.arange(3 * N * H).reshape(N, 3, H)
     kinds = stored[:, 0, paired], stored[:, 1, paired], stored[:, 2]
-    return np.stack([kind.reshape(-1) for kind in kinds])
+    order = np.stack([kind.reshape(-1) for kind in kinds])
+    return {"layers.qkv.weight": order, "layers.qkv.bias": order}
 
 
 def rope_table(config: GPTNeoXConfig) -> tuple[np.ndarray, float]:
@@ -241,40 +211,16 @@ def rope_table(config: GPTNeoXConfig) -> tuple[np.ndarray, float]:
     return table, 1.0
 
 
-def forward_rows(
-    params, config, rows, kv, *, impl, taps=(), with_logits=True, observe=None
-):
-    """Runs a slab of rows through the model, as `qwen3.forward_rows` does.
-
-    Raises:
-      NotImplementedError: with `observe`, which knows only the operations of Qwen3.
-    """
+def run_layer(layer, next_norm, residual, pages, where, *, config, impl, observe=None):
+    """Runs a decoder layer, as `qwen3.run_layer` does."""
     if observe is not None:
         raise NotImplementedError(
             "observe knows the operations of Qwen3 (model.observe), and a gpt_neox "
             "model has others; leave it out"
         )
-    return decoder.run_rows(
-        params_lib.prepare(params, impl),
-        config,
-        rows,
-        kv,
-        impl=impl,
-        taps=taps,
-        with_logits=with_logits,
-        observe=None,
-        run_layer=_run_layer,
-        run_head=_run_head,
-    )
-
-
-def _run_layer(layer, next_norm, residual, rows, pages, angles, *, config, impl):
-    """Runs a decoder layer, see `decoder.run_rows`; returns residual and pages."""
     del next_norm
     x = residual.x
-    k, v, page_table = pages
-    cos, sin = angles
-    shared = {"num_active": rows.num_active, "impl": impl}
+    shared = {"num_active": where["num_active"], "impl": impl}
     norm = functools.partial(_norm, config=config, impl=impl)
 
     def linear(x, linear):
@@ -284,18 +230,12 @@ def _run_layer(layer, next_norm, residual, rows, pages, angles, *, config, impl)
         linear(norm(x, layer.input_norm), layer.qkv),
         None,
         None,
-        k,
-        v,
-        page_table=page_table,
-        slots=rows.slots,
-        positions=rows.positions,
-        cos=cos,
-        sin=sin,
+        *pages,
+        **where,
         eps=0.0,
         scale=config.head_dim**-0.5,
-        branch=rows.branch,
         by_head=isinstance(layer.qkv.weight, weights.Split),
-        **shared,
+        impl=impl,
     )
     attended = linear(attended, layer.attention_out)
     if not config.has_parallel_residual:
@@ -314,11 +254,12 @@ def _run_layer(layer, next_norm, residual, rows, pages, angles, *, config, impl)
     return projection.Residual(x=_add(down, x)), k, v
 
 
-def _run_head(params, residual, rows, *, config, impl):
+def run_head(params, residual, num_active, *, config, impl):
+    """Returns logits `[R, V]` of the residual after the last layer."""
     return projection.project(
         _norm(residual.x, params.final_norm, config=config, impl=impl),
         params.head,
-        num_active=rows.num_active,
+        num_active=num_active,
         out_dtype="float32",
         impl=impl,
     )
@@ -383,3 +324,20 @@ def sequence_layer(layer, config, x, positions):
 def sequence_norm(params, config, x):
     """Implements `families.Family.sequence_norm`."""
     return _norm(x, params.final_norm, config=config)
+
+
+FAMILY = families.Family(
+    read_config=read_config,
+    write_config=write_config,
+    shapes=shapes,
+    names=NAMES,
+    orders=orders,
+    rope_table=rope_table,
+    run_layer=run_layer,
+    run_head=run_head,
+    sequence_layer=sequence_layer,
+    sequence_norm=sequence_norm,
+    # Triton's kernels have not run this family on a GPU.
+    auto=("native", "xla"),
+    ignored=r"\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)$",
+)

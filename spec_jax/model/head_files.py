@@ -22,7 +22,7 @@ from spec_jax.model import (
     config as config_lib,
     head_dialects,
     head_params,
-    load as load_lib,
+    load_shards,
     params as params_lib,
     save as save_lib,
     tensor_values,
@@ -146,7 +146,7 @@ class Family:
         absent = dict.fromkeys(given)
 
         def one(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> jax.Array:
-            return jnp.array(load_lib.assemble(leaf, sources, entries), copy=True)
+            return jnp.array(load_shards.read_rows(leaf, sources, entries), copy=True)
 
         own = config.shapes().replace(**absent), names.replace(**absent)
         params = jax.tree.map(one, *own).replace(**given)

@@ -6,6 +6,7 @@ they are loaded for kernels that read them in another order: what is saved and l
 again is the same, bit for bit.
 """
 
+import collections
 import dataclasses
 import math
 import pathlib
@@ -15,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import psutil
 
 from spec_jax.model import (
@@ -49,7 +49,6 @@ def load(
     dtype: str | None = None,
     weights: str | None = None,
     impl: str | None = None,
-    available_bytes: int | None = None,
     vocab_size: int | None = None,
     layout: shard.Layout | None = None,
 ) -> tuple[config_lib.ModelConfig, params_lib.Params]:
@@ -68,7 +67,6 @@ def load(
         unless the folder was saved otherwise.
       impl: a resolved implementation, for whose kernels the weights are prepared as
         by `params.prepare`; arrays if None.
-      available_bytes: free memory of the host; asked of the system if None.
       vocab_size: how many entries of the embedding and of the head are loaded, from
         the first on: the rest is padding, which can then be neither drawn nor drafted.
         All if None.
@@ -100,11 +98,17 @@ def load(
         )
     entries = _find(folder, config, on_mesh=layout is not None)
     if vocab_size is not None:
-        config = _with_entries(folder, config, vocab_size)
-    names = families.of(config).tensors(config)
+        if vocab_size > config.vocab_size:
+            raise ValueError(
+                f"{folder}: vocab_size={config.vocab_size} in config.json, but its "
+                f"tokenizer has ids up to {vocab_size - 1}; correct it, or take the "
+                "tokenizer of this model"
+            )
+        config = dataclasses.replace(config, vocab_size=vocab_size)
+    names = params_lib.tensors(config)
     if layout is not None:
         load_shards.check(config, layout)
-    _check_memory(folder, config, available_bytes, layout)
+    _check_memory(folder, config, layout)
     if layout is not None:
         if any(one.stored is not None for one in entries.values()):
             raise ValueError(
@@ -119,6 +123,7 @@ def load(
 
     # Rows of an embedding that is not the head are only looked up.
     table: Any = None if names.lm_head is None else names.embed
+    kinds: dict[str, set[str]] = collections.defaultdict(set)
 
     def read(
         path: Any, leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts
@@ -127,9 +132,10 @@ def load(
         weight: weights_lib.Weight
         form = params_lib.form_of(path, leaf, config.weights)
         if form != "dense":
+            kinds[form] |= {entries[name].kind for name, _ in sources.parts}
             weight = byte_weights.assemble(leaf, sources, entries, form)
             return jax.block_until_ready(weights_lib.prepare(weight, impl or "xla"))
-        buffer = assemble(leaf, sources, entries)
+        buffer = load_shards.read_rows(leaf, sources, entries)
         # A copy, and waited for, so that the buffer is free before the next is taken.
         if impl == "native" and len(leaf.shape) == 2 and sources is not table:
             weight = weights_lib.prepare(jnp.asarray(buffer), impl)
@@ -138,7 +144,9 @@ def load(
         return jax.block_until_ready(weight)
 
     shapes = params_lib.shapes(config)
-    return config, jax.tree_util.tree_map_with_path(read, shapes, names)
+    params = jax.tree_util.tree_map_with_path(read, shapes, names)
+    byte_weights.say_converted(folder, kinds)
+    return config, params
 
 
 def _find(
@@ -152,54 +160,32 @@ def _find(
             "save it as a folder, and load that"
         )
     family = families.of(config)
-    ignored = re.compile(family.IGNORED)
+    ignored = re.compile(family.ignored)
     if is_gguf:
         found = gguf_file.find(folder)
-    elif config.is_bytes:
-        dtypes = files.DTYPES | {"U8": files.WHOLE_DTYPES["U8"]}
-        found = files.find(folder, dtypes=dtypes)
     else:
-        found = files.find(folder)
+        blocks = {"U8": files.WHOLE_DTYPES["U8"]} if config.is_bytes else {}
+        found = files.find(folder, dtypes=files.DTYPES | blocks)
     entries = {name: one for name, one in found.items() if not ignored.search(name)}
     # Before anything is made for each layer: a config may name a hundred million.
     _check_num_layers(folder, config, entries)
-    names = family.tensors(config)
+    names: Any = params_lib.tensors(config)
+    known = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
+    required = list(known)
     if config.is_bytes and not is_gguf:
-        known = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
         entries = byte_weights.of_folder(entries, known)
-    elif config.is_bytes:
-        shapes = jax.tree_util.tree_leaves_with_path(params_lib.shapes(config))
-        forms = {
-            name: params_lib.form_of(*leaf, config.weights)
-            for leaf, sources in zip(shapes, jax.tree.leaves(names), strict=True)
-            for name, _ in sources.parts
-        }
-        byte_weights.say_converted(folder, gguf_file.kinds(folder), forms)
-    _check_entries(folder, config, entries, names)
-    if config.tie_word_embeddings:
-        _check_tied(folder, entries, names, family.LM_HEAD)
+    lm_head = f"{family.names['lm_head']}.weight"
+    ((embed, shape),) = names.embed.parts
+    if config.tie_word_embeddings:  # The files may hold the head as a copy.
+        known[lm_head] = shape
+    files.check_names(folder, entries, required=required, known=known)
+    is_copied = config.tie_word_embeddings and lm_head in entries
+    if is_copied and not tensor_values.same_values(entries[lm_head], entries[embed]):
+        raise CheckpointError(
+            f"{folder}: tie_word_embeddings is true, but {lm_head} differs from "
+            f"{embed}; set it to false in config.json, or remove the tensor"
+        )
     return entries
-
-
-def assemble(
-    leaf: jax.ShapeDtypeStruct,
-    sources: params_lib.Parts,
-    entries: Mapping[str, files.Entry],
-) -> np.ndarray:
-    """Reads one array of the shape and dtype of `leaf`, with its values checked.
-
-    Raises:
-      CheckpointError: a tensor cannot be read, or holds a value that is not finite.
-    """
-    buffer = np.empty(leaf.shape, leaf.dtype)
-    start = 0
-    for name, shape in sources.parts:
-        part = buffer[start : start + shape[0]]
-        # The first rows, if the vocabulary is cut.
-        tensor_values.read_into(dataclasses.replace(entries[name], shape=shape), part)
-        tensor_values.check_finite(entries[name], part)
-        start += shape[0]
-    return buffer if sources.order is None else buffer[sources.order.reshape(-1)]
 
 
 def required_bytes(
@@ -207,58 +193,29 @@ def required_bytes(
 ) -> tuple[int, int]:
     """Returns the bytes of the weights, and the most that loading takes besides.
 
-    A model on a mesh counts those of one device.
+    A model on a mesh counts those of one device: a piece of a weight on the host, the
+    same on the device, and a copy of it.
     """
-    shapes = params_lib.shapes(config)
+    shapes, names = params_lib.shapes(config), params_lib.tensors(config)
     if layout is not None:
-        return load_shards.required_bytes(shapes, layout, config.weights)
-
-    def size(path: Any, leaf: jax.ShapeDtypeStruct) -> int:
+        shapes, names = load_shards.whole(shapes), load_shards.whole(names)
+    total = largest = 0
+    leaves = jax.tree_util.tree_leaves_with_path(shapes)
+    for (path, leaf), sources in zip(leaves, jax.tree.leaves(names), strict=True):
         form = params_lib.form_of(path, leaf, config.weights)
-        if form == "dense":
-            return params_lib.num_bytes(leaf)
-        return byte_weights.num_bytes(leaf, form)
-
-    def needs(leaf: jax.ShapeDtypeStruct, sources: params_lib.Parts) -> int:
-        copies = 1 if sources.order is None else 2  # As stored, and in order.
-        # Bytes are held twice, and beside them what they are made of, float32 at most.
-        wide = 2 * math.prod(leaf.shape) * 4 if config.is_bytes else 0
-        return copies * params_lib.num_bytes(leaf) + wide
-
-    each = jax.tree.map(needs, shapes, families.of(config).tensors(config))
-    largest = max(jax.tree.leaves(each))
-    total = sum(size(*leaf) for leaf in jax.tree_util.tree_leaves_with_path(shapes))
+        held, wide = byte_weights.num_bytes(leaf, form), 4 * math.prod(leaf.shape)
+        if layout is not None:
+            is_cut = load_shards.cut_of(path, leaf) is not None
+            count = layout.devices if is_cut else 1
+            read = params_lib.num_bytes(leaf) if form == "dense" else wide
+            held, needed = -(-held // count), 3 * -(-read // count)
+        else:
+            copies = 1 if sources.order is None else 2  # As stored, and in order.
+            needed = copies * params_lib.num_bytes(leaf)
+            # Bytes are held twice, and beside them their source, float32 at most.
+            needed += 2 * wide if config.is_bytes else 0
+        total, largest = total + held, max(largest, needed)
     return total, largest + 2 * tensor_values.BLOCK_BYTES
-
-
-def _with_entries(
-    folder: pathlib.Path, config: config_lib.ModelConfig, vocab_size: int
-) -> config_lib.ModelConfig:
-    """Returns the config of the first `vocab_size` entries."""
-    if vocab_size > config.vocab_size:
-        raise ValueError(
-            f"{folder}: vocab_size={config.vocab_size} in config.json, but its "
-            f"tokenizer has ids up to {vocab_size - 1}; correct it, or take the "
-            "tokenizer of this model"
-        )
-    return dataclasses.replace(config, vocab_size=vocab_size)
-
-
-def _check_tied(
-    folder: pathlib.Path,
-    entries: Mapping[str, files.Entry],
-    names: Any,
-    lm_head: str,
-) -> None:
-    """Refuses a head of its own beside the embedding that it is said to be."""
-    embed, _ = names.embed.parts[0]
-    if lm_head in entries and not tensor_values.same_values(
-        entries[lm_head], entries[embed]
-    ):
-        raise CheckpointError(
-            f"{folder}: tie_word_embeddings is true, but {lm_head} differs from "
-            f"{embed}; set it to false in config.json, or remove the tensor"
-        )
 
 
 def _check_num_layers(
@@ -276,27 +233,10 @@ def _check_num_layers(
         )
 
 
-def _check_entries(
-    folder: pathlib.Path,
-    config: config_lib.ModelConfig,
-    entries: Mapping[str, files.Entry],
-    names: Any,
-) -> None:
-    """Checks that every tensor of the model is there, in its shape, and no other."""
-    expected = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
-    required = list(expected)
-    if config.tie_word_embeddings:
-        # The files may hold the head as a copy.
-        _, shape = names.embed.parts[0]
-        expected[families.of(config).LM_HEAD] = shape
-    files.check_names(folder, entries, required=required, known=expected)
-
-
 def _check_memory(
     folder: pathlib.Path,
     config: config_lib.ModelConfig,
-    available_bytes: int | None,
-    layout: shard.Layout | None = None,
+    layout: shard.Layout | None,
 ) -> None:
     """Refuses weights that do not fit, with both numbers."""
     weights, temporary = required_bytes(config, layout)
@@ -305,9 +245,8 @@ def _check_memory(
     on_host = device.platform == "cpu"
     if layout is not None and on_host:
         weights *= len(list(layout.local()))
-    if available_bytes is None:
-        available_bytes = psutil.virtual_memory().available
-    needs = [("memory", temporary + (weights if on_host else 0), available_bytes)]
+    needed = temporary + (weights if on_host else 0)
+    needs = [("memory", needed, psutil.virtual_memory().available)]
     stats = None if on_host else device.memory_stats()
     if stats and "bytes_limit" in stats:
         free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)

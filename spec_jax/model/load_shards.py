@@ -7,9 +7,8 @@ outputs; their biases are added once, to whole sums. These, the embedding and th
 are on every device.
 """
 
-import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.model import (
-    byte_weights,
     checkpoint_files as files,
     config as config_lib,
     params as params_lib,
@@ -108,22 +106,6 @@ def with_whole_head(
     return params.replace(lm_head=joined)
 
 
-def required_bytes(
-    shapes: params_lib.Params, layout: shard.Layout, form: str
-) -> tuple[int, int]:
-    """Returns the bytes of one device's weights, and the most that loading one of them
-    takes besides: a piece on the host, the same on the device, and a copy of it."""
-    total = largest = 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(whole(shapes)):
-        count = 1 if cut_of(path, leaf) is None else layout.devices
-        held = read = params_lib.num_bytes(leaf)
-        own = params_lib.form_of(path[-1:], leaf, form)
-        if own != "dense":  # Made of float32.
-            held, read = byte_weights.num_bytes(leaf, own), 4 * math.prod(leaf.shape)
-        total, largest = total - (-held // count), max(largest, -(-read // count))
-    return total, 3 * largest + 2 * tensor_values.BLOCK_BYTES
-
-
 def read(
     shapes: params_lib.Params,
     names: params_lib.Params,
@@ -155,76 +137,71 @@ def read(
             make = lambda read: weights.to_bytes(jnp.asarray(read), own).replace(of=of)
             leaf = jax.ShapeDtypeStruct(leaf.shape, jnp.float32)
         if cut is None:
-            ends = 0, leaf.shape[0]
-            read = make(_rows(sources, entries, [ends], leaf.shape[1:], leaf.dtype))
+            read = make(read_rows(leaf, sources, entries))
             return jax.block_until_ready(jax.tree.map(layout.replicated, read))
-        split, is_head = _inputs if cut == "inputs" else _outputs, len(path) == 1
-        return split(leaf, sources, entries, layout, impl, make=make, gathers=is_head)
+        return _split(cut, leaf, sources, entries, layout, impl, make, len(path) == 1)
 
     return jax.tree_util.tree_map_with_path(one, whole(shapes), whole(names))
 
 
-def _outputs(leaf, sources, entries, layout, impl, *, make, gathers):
-    """Splits a weight by rows: each piece has some rows of every tensor."""
+def _split(cut, leaf, sources, entries, layout, impl, make, gathers):
+    """Splits a weight by rows, where each piece has some rows of every tensor, or by
+    columns, where there is a piece for each segment."""
     # The native kernels compute each output for itself, and so does a sum with a bias:
     # one piece is enough.
-    is_one = impl == "native" or len(leaf.shape) == 1
+    is_one = cut == "outputs" and (impl == "native" or len(leaf.shape) == 1)
     per_device = 1 if is_one else layout.segments // layout.devices
-    count = per_device * layout.devices
-    sizes = tuple(-(-height // count) for height in sources.heights)
+    count, sizes = per_device * layout.devices, leaf.shape[:1]
+    if cut == "outputs":
+        sizes = tuple(-(-height // count) for height in sources.heights)
 
     def read_piece(device, piece):
         number = device * per_device + piece
-        ends = [(number * size, (number + 1) * size) for size in sizes]
-        return make(_rows(sources, entries, ends, leaf.shape[1:], leaf.dtype))
+        if cut == "outputs":
+            ends = [(number * size, (number + 1) * size) for size in sizes]
+            return make(read_rows(leaf, sources, entries, ends))
+        ((name, _),) = sources.parts
+        out = np.empty((leaf.shape[0], leaf.shape[1] // count), leaf.dtype)
+        tensor_values.read_columns(entries[name], out, first=number * out.shape[1])
+        tensor_values.check_finite(entries[name], out)
+        return make(out)
 
     return weights.Split(
         pieces=_place(layout, impl, per_device, read_piece),
-        cut="outputs",
+        cut=cut,
         sizes=sizes,
         num_outputs=leaf.shape[0] if gathers else None,
     )
 
 
-def _inputs(leaf, sources, entries, layout, impl, *, make, gathers):
-    """Splits a weight by columns: a piece for each of its segments."""
-    del gathers
-    ((name, _),) = sources.parts
-    width = leaf.shape[1] // layout.segments
-    per_device = layout.segments // layout.devices
+def read_rows(
+    leaf: jax.ShapeDtypeStruct,
+    sources: params_lib.Parts,
+    entries: Mapping[str, files.Entry],
+    ends: Sequence[tuple[int, int]] = (),
+) -> np.ndarray:
+    """Reads rows of an array of the shape and dtype of `leaf`, with values checked.
 
-    def read_piece(device, piece):
-        out = np.empty((leaf.shape[0], width), leaf.dtype)
-        first = (device * per_device + piece) * width
-        tensor_values.read_columns(entries[name], out, first=first)
-        tensor_values.check_finite(entries[name], out)
-        return make(out)
+    Args:
+      ends: rows `[start, stop)` of each matrix, zeros past a tensor's end; none: all.
 
-    pieces = _place(layout, impl, per_device, read_piece)
-    return weights.Split(pieces=pieces, cut="inputs", sizes=leaf.shape[:1])
-
-
-def _rows(sources, entries, ends, tail, dtype):
-    """Stacks rows `[start, stop)` of each matrix, with zeros past a tensor's end."""
+    Raises:
+      CheckpointError: a tensor cannot be read, or holds a value that is not finite.
+    """
+    ends = ends or [(0, height) for height in sources.heights]
     if sources.order is not None:
         parts = zip(sources.order, ends, strict=True)
         wanted = np.concatenate([order[start:stop] for order, (start, stop) in parts])
         first = wanted.min()
-        stored, ends = params_lib.Parts(sources.parts), [(first, wanted.max() + 1)]
-        return _rows(stored, entries, ends, tail, dtype)[wanted - first]
-    out = np.zeros((sum(stop - start for start, stop in ends), *tail), dtype)
-    at = 0
+        stored = params_lib.Parts(sources.parts)
+        held = read_rows(leaf, stored, entries, [(first, wanted.max() + 1)])
+        return held[wanted - first]
+    height = sum(stop - start for start, stop in ends)
+    out, at = np.zeros((height, *leaf.shape[1:]), leaf.dtype), 0
     for (name, shape), (start, stop) in zip(sources.parts, ends, strict=True):
         kept = max(0, min(stop, shape[0]) - start)
-        entry = entries[name]
-        row_bytes = math.prod(tail) * entry.dtype.itemsize
-        part = out[at : at + kept]
-        tensor_values.read_into(
-            dataclasses.replace(
-                entry, shape=part.shape, offset=entry.offset + start * row_bytes
-            ),
-            part,
-        )
+        entry, part = entries[name], out[at : at + kept]
+        tensor_values.read_into(entry, part, first=start * math.prod(shape[1:]))
         tensor_values.check_finite(entry, part)
         at += stop - start
     return out

@@ -1,7 +1,7 @@
 """The operations of a forward pass by name, and the hook that sees them.
 
-`qwen3.forward_rows` takes `observe`, and calls `observe(layer, operation, value)` with
-what leaves its kernels, all of `LEAVES_ROWS`; what the hook returns is what goes on.
+`decoder.forward_rows` calls a hook, `observe(layer, operation, value)`, with what
+leaves Qwen3's kernels, all of `LEAVES_ROWS`; what the hook returns is what goes on.
 Values have a row of the slab first and any shape after it; padding rows are
 unspecified.
 
@@ -21,6 +21,9 @@ What belongs to no layer (`embed`, `logits`) has `layer` None.
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
+
+from spec_jax.ops import bits, page_write
 
 
 LEAVES_ROWS = (
@@ -36,13 +39,29 @@ LEAVES_ROWS = (
     "mlp_residual",
     "logits",
 )
-"""Values that `qwen3.forward_rows` shows the hook: no others leave its kernels."""
+"""Values that `decoder.forward_rows` shows the hook: no others leave its kernels."""
 
 Observe = Callable[[int | None, str, jax.Array], jax.Array]
 """`(layer, operation, value) -> value`: sees a value, and says what goes on."""
 
 
-def pass_on(layer: int | None, operation: str, value: jax.Array) -> jax.Array:
-    """Returns the value unchanged: a hook that leaves no trace in the program."""
-    del layer, operation
-    return value
+def heads(values, config, observe):
+    """Shows queries, keys and values to the hook; returns the fused projection."""
+    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
+    parts = jnp.split(values, (N * H, (N + K) * H), axis=1)
+    seen = [observe(name, part) for name, part in zip("qkv", parts, strict=True)]
+    return jnp.concatenate(seen, axis=1)
+
+
+def written(pool, name, observe, *, page_table, slots, positions, num_active):
+    """Shows the hook the rows' stored values; returns pages with what it returns."""
+    pages, offsets = page_write.locate(page_table, pool.shape[1], slots, positions)
+    read = bits.to_bits(pool).at[pages, offsets].get(mode="fill", fill_value=0)
+    return page_write.page_write(
+        pool,
+        observe(name, bits.from_bits(read, pool.dtype)),
+        page_table=page_table,
+        slots=slots,
+        positions=positions,
+        num_active=num_active,
+    )

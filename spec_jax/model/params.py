@@ -92,11 +92,17 @@ def layer_names(prefix: str, *, path: str = "layers.") -> dict[str, str]:
     return {path + k: " ".join(prefix + x for x in names[k]) for k in names}
 
 
-_WHOLE = (".bias", "_codebook", "base_kernel", "mask_hidden")
-"""Ends of the names of tensors that are not a module's weight."""
+_WHOLE = (".weight", ".bias", "_codebook", "base_kernel", "mask_hidden")
+"""Ends of the names of tensors that are not those of a module with one weight."""
 
 
-def parts(shapes: Any, names: Mapping[str, str], config: config_lib.ModelConfig) -> Any:
+def parts(
+    shapes: Any,
+    names: Mapping[str, str],
+    config: config_lib.ModelConfig,
+    *,
+    orders: Mapping[str, np.ndarray] | None = None,
+) -> Any:
     """Returns a tree like `shapes` of `Parts`: the tensors that arrays are made of.
 
     Args:
@@ -105,6 +111,7 @@ def parts(shapes: Any, names: Mapping[str, str], config: config_lib.ModelConfig)
         fused. ".weight" is added, unless the name ends as one in `_WHOLE`, and the
         layer's number takes the place of `{0}`.
       config: of the layers.
+      orders: `Parts.order` of fields that have one, by their paths.
     """
     key_size = config.num_kv_heads * config.head_dim
 
@@ -117,9 +124,9 @@ def parts(shapes: Any, names: Mapping[str, str], config: config_lib.ModelConfig)
         if len(found) == 3:
             heights = [rows - 2 * key_size, key_size, key_size]
         full = [x if x.endswith(_WHOLE) else f"{x}.weight" for x in found]
-        return Parts(
-            tuple((x, (height, *rest)) for x, height in zip(full, heights, strict=True))
-        )
+        pairs = zip(full, heights, strict=True)
+        named = tuple((x, (height, *rest)) for x, height in pairs)
+        return Parts(named, (orders or {}).get(field))
 
     return jax.tree_util.tree_map_with_path(one, shapes)
 
@@ -127,6 +134,13 @@ def parts(shapes: Any, names: Mapping[str, str], config: config_lib.ModelConfig)
 def shapes(config: config_lib.ModelConfig) -> Params:
     """Returns `config`'s `Params` as `jax.ShapeDtypeStruct`s: no memory is taken."""
     return families.of(config).shapes(config)
+
+
+def tensors(config: config_lib.ModelConfig) -> Params:
+    """Returns a tree like `shapes`, of `Parts`: the tensors of checkpoints."""
+    family = families.of(config)
+    orders = family.orders(config)
+    return parts(family.shapes(config), family.names, config, orders=orders)
 
 
 def prepared_shapes(config: config_lib.ModelConfig, impl: str) -> Params:

@@ -1,102 +1,78 @@
-"""Qwen3: its config, its weights, its layer.
-
-The names of slabs and prompts that all families share (`decoder`) are here too.
-"""
+"""Qwen3, and Llama and Qwen2 as far as they are the same: weights and the layer."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
 
 from spec_jax.model import (
     config as config_lib,
-    decoder,
+    families,
     observe as observe_lib,
     params as params_lib,
     sequence,
 )
-from spec_jax.native import steps
 from spec_jax.ops import (
     causal_attention,
-    dispatch,
     gated_projection,
     projection,
     rope,
     row_attention,
     weights,
 )
-from spec_jax.paging import cache
-from spec_jax.typing import IMPLS as ALL_IMPLS, typed
 
 
-IMPLS = ALL_IMPLS[1:]  # All but "auto".
-AUTO = IMPLS
-CHAIN_IMPLS: tuple[str, ...] = ("native",)
-LM_HEAD = "lm_head.weight"
 NAMES = {
     "embed": "model.embed_tokens",
     "final_norm": "model.norm",
     "lm_head": "lm_head",
 } | params_lib.layer_names("model.layers.{0}.")
-IGNORED = r"(?!)"  # Nothing.
-KEEPS_PADDING = True
-
-Rows = decoder.Rows
-bucket, row_angles = decoder.bucket, decoder.row_angles
-prefill, prefill_rows = decoder.prefill, decoder.prefill_rows
 
 
-def read_config(raw: Mapping[str, Any], *, dtype: str | None) -> config_lib.Qwen3Config:
-    """Implements `families.Family.read_config`."""
-    config_lib.check_features(
-        raw,
-        {
-            "attention_bias": (False, None),
-            "use_sliding_window": (False, None),
-            "hidden_act": ("silu",),
-            "partial_rotary_factor": (1, None),
-        },
-    )
-    return read_plain(config_lib.Qwen3Config, raw, dtype=dtype)
+def read_as(
+    kind: type[config_lib.GatedConfig],
+    allowed: Mapping[str, tuple],
+    raw: Mapping[str, Any],
+    *,
+    dtype: str | None,
+    fills_heads: bool = False,
+) -> config_lib.GatedConfig:
+    """Reads a config of this kind.
 
-
-def read_plain(kind: Any, raw: Mapping[str, Any], *, dtype: str | None) -> Any:
-    """Reads a config of this kind: all that Qwen3's and Llama's have."""
+    Args:
+      allowed: values of keys, as `config.check_features` takes them, beside those of
+        every kind.
+      fills_heads: whether a file may leave out the two sizes of heads, as old ones do.
+    """
+    if fills_heads:
+        for key in ("hidden_size", "num_attention_heads"):
+            config_lib.check_size(key, raw.get(key))
+        heads = raw["num_attention_heads"]
+        sizes = {"head_dim": raw["hidden_size"] // heads, "num_key_value_heads": heads}
+        raw = {**raw, **{key: sizes[key] for key in sizes if raw.get(key) is None}}
+    every = {"hidden_act": ("silu",), "partial_rotary_factor": (1, None)}
+    config_lib.check_features(raw, {**allowed, **every})
     theta, scaling = config_lib.read_scaled_rope(raw)
-    return kind(
-        **config_lib.read_sizes(raw, config_lib.SIZES),
-        rms_norm_eps=config_lib.positive("rms_norm_eps", raw.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta,
-        scaling=scaling,
-        tie_word_embeddings=raw.get("tie_word_embeddings", False),
-        dtype=config_lib.read_dtype(raw, dtype),
-    )
+    dtype = config_lib.read_dtype(raw, dtype)
+    own = {"rope_theta": theta, "scaling": scaling, "dtype": dtype}
+    return config_lib.read_fields(kind, raw, **own)
 
 
-def write_plain(config: Any) -> dict[str, Any]:
-    """Writes what `read_plain` reads."""
-    return {
-        **{key: getattr(config, name) for key, name in config_lib.SIZES.items()},
+def write(config: config_lib.GatedConfig, **more: Any) -> dict[str, Any]:
+    """Writes what `read_as` reads, and `more`."""
+    return config_lib.write_fields(config) | {
         "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": config_lib.write_scaling(config.scaling),
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "torch_dtype": config.dtype,
+        **more,
     }
 
 
-def write_config(config: config_lib.Qwen3Config) -> dict[str, Any]:
-    """Implements `families.Family.write_config`."""
-    without = {"attention_bias": False, "use_sliding_window": False}
-    return write_plain(config) | without
-
-
-def shapes(config: config_lib.ModelConfig) -> params_lib.Params:
+def shapes(config: config_lib.GatedConfig) -> params_lib.Params:
     """Implements `families.Family.shapes`."""
     dtype = jnp.dtype(config.dtype)
     D, F, H = config.hidden_size, config.intermediate_size, config.head_dim
@@ -104,15 +80,17 @@ def shapes(config: config_lib.ModelConfig) -> params_lib.Params:
     def leaf(*shape: int) -> Any:  # in the place of an array
         return jax.ShapeDtypeStruct(shape, dtype)
 
+    head_norm = leaf(H) if config.has_head_norms else None
     layer = params_lib.LayerParams(
         input_norm=leaf(D),
         qkv=leaf(config.qkv_size, D),
-        q_norm=leaf(H),
-        k_norm=leaf(H),
+        q_norm=head_norm,
+        k_norm=head_norm,
         attention_out=leaf(D, config.attention_size),
         mlp_norm=leaf(D),
         gate_up=leaf(2 * F, D),
         down=leaf(D, F),
+        qkv_bias=leaf(config.qkv_size) if config.has_biases else None,
     )
     embed = leaf(config.vocab_size, D)
     return params_lib.Params(
@@ -123,13 +101,8 @@ def shapes(config: config_lib.ModelConfig) -> params_lib.Params:
     )
 
 
-def tensors(config: config_lib.ModelConfig) -> params_lib.Params:
-    """Implements `families.Family.tensors`."""
-    return params_lib.parts(shapes(config), NAMES, config)
-
-
-def rope_table(config: Any) -> tuple[np.ndarray, float]:
-    """Implements `families.Family.rope_table`, for Llama's configs too."""
+def rope_table(config: config_lib.GatedConfig) -> tuple[np.ndarray, float]:
+    """Implements `families.Family.rope_table`."""
     scaling, theta = config.scaling, config.rope_theta
     if scaling is None:
         return rope.inverse_frequencies(config.head_dim, theta), 1.0
@@ -143,98 +116,13 @@ def rope_table(config: Any) -> tuple[np.ndarray, float]:
     return rope.yarn_inverse_frequencies(config.head_dim, theta, **stated), scale
 
 
-@typed
-def forward_rows(
-    params: params_lib.Params,
-    config: config_lib.Qwen3Config,
-    rows: decoder.Rows,
-    kv: cache.PagedKV,
-    *,
-    impl: str,
-    taps: tuple[int, ...] = (),
-    with_logits: bool = True,
-    observe: observe_lib.Observe | None = None,
-) -> tuple[cache.PagedKV, decoder.RowOutputs]:
-    """Runs a slab of rows through the model, writing their keys and values.
-
-    The row contract: with weights, config, `impl` and slab height fixed, the logits,
-    the features and the K/V of an active row depend, bit for bit, only on its token,
-    its position and the K/V it may see. They do not depend on which row of the slab it
-    is, how many are active, what the others hold, which pages hold its prefix, or who
-    is calling. Decoding a token and verifying it are therefore the same thing.
-
-    The pages must have been reserved (`allocator.reserve`); lengths do not change.
-
-    Args:
-      taps: `hidden_states` indices to return as features, see `sequence.forward`.
-      with_logits: without them `logits` is `[0, V]`, and the head is not read.
-      observe: sees what leaves each kernel, all of `observe.LEAVES_ROWS`, and may
-        change it; without it the traced program holds nothing of this.
-    """
-    params = params_lib.prepare(params, impl)
-    is_split = isinstance(params.layers[0].qkv, weights.Split)
-    if dispatch.is_fused(impl) and observe is None and not is_split:
-        dtype = params.final_norm.dtype
-        logits, features, pages = steps.step(
-            rows,
-            steps.Model.of(params, params.layers, config, kv),
-            decoder.row_angles(config, rows.positions, dtype=dtype, impl=impl),
-            taps=taps,
-            with_logits=with_logits,
-        )
-        outputs = decoder.RowOutputs(logits=logits, features=features)
-        return cache.with_pages(kv, pages), outputs
-    return decoder.run_rows(
-        params,
-        config,
-        rows,
-        kv,
-        impl=impl,
-        taps=taps,
-        with_logits=with_logits,
-        observe=observe,
-        run_layer=run_layer,
-        run_head=run_head,
-    )
-
-
-def run_chains(
-    params: params_lib.Params,
-    config: config_lib.Qwen3Config,
-    kv: cache.PagedKV,
-    *,
-    tokens: Int[Array, "S W"],
-    starts: Int[Array, " S"],
-    pending: Int[Array, " S"],
-    counts: Int[Array, " S"],
-    most: int,
-) -> tuple[cache.PagedKV, Int[Array, "S most"]]:
-    """Continues texts greedily, in one call of native kernels; see `steps.chains`.
-
-    Tokens and K/V are those of `forward_rows`, one row at a time. The pages must have
-    been reserved; lengths do not change.
-    """
-    params = params_lib.prepare(params, "native")
-    count, dtype = tokens.shape[1] + most - 1, params.final_norm.dtype
-    drafts, _, pages = steps.chains(
-        tokens,
-        steps.Model.of(params, params.layers, config, kv),
-        decoder.chain_angles(config, starts, count, dtype=dtype),
-        starts=starts,
-        pending=pending,
-        counts=counts,
-        most=most,
-    )
-    return cache.with_pages(kv, pages), drafts
-
-
-def run_head(params, residual, rows, *, config, impl):
+def run_head(params, residual, num_active, *, config, impl):
     """Returns logits `[R, V]` of the residual after the last layer."""
     x, norm = residual.before(params.final_norm)
     return projection.project(
         x,
         params.head,
-        num_active=rows.num_active,
+        num_active=num_active,
         norm=norm,
         eps=config.rms_norm_eps,
         out_dtype="float32",
@@ -242,51 +130,43 @@ def run_head(params, residual, rows, *, config, impl):
     )
 
 
-def run_layer(
-    layer, next_norm, residual, rows, pages, angles, *, config, impl, observe=None
-):
+def run_layer(layer, next_norm, residual, pages, where, *, config, impl, observe=None):
     """Runs a decoder layer: five operations, each of which reads its weights once.
 
     Args:
       next_norm: weight of the norm after the layer.
       residual: see `projection.Residual`.
-      pages: keys and values of the layer `[P, C, K, H]`, and the page table.
-      angles: cosines and sines, see `decoder.row_angles`.
-      observe: the hook of `forward_rows`, for this layer.
+      pages: keys and values of the layer `[P, C, K, H]`.
+      where: the rows' places and angles, as `row_attention` takes them.
+      observe: the hook of `decoder.forward_rows`, for this layer.
 
     Returns:
       The residual, and the pages of keys and values.
     """
     see = observe or (lambda operation, value: value)
-    k, v, page_table = pages
-    cos, sin = angles
-    shared = {"num_active": rows.num_active, "eps": config.rms_norm_eps, "impl": impl}
+    num_active, eps = where["num_active"], config.rms_norm_eps
+    shared = {"num_active": num_active, "eps": eps, "impl": impl}
     x, norm = residual.before(layer.input_norm)
     heads = projection.project(x, layer.qkv, norm=norm, bias=layer.qkv_bias, **shared)
     if observe is not None:
-        heads = decoder.observe_heads(heads, config, observe)
+        heads = observe_lib.heads(heads, config, observe)
     attended, k, v = row_attention.row_attention(
         heads,
         layer.q_norm,
         layer.k_norm,
-        k,
-        v,
-        page_table=page_table,
-        slots=rows.slots,
-        positions=rows.positions,
-        cos=cos,
-        sin=sin,
+        *pages,
+        **where,
         scale=config.head_dim**-0.5,
-        branch=rows.branch,
         by_head=isinstance(layer.qkv, weights.Split),
-        **shared,
+        eps=eps,
+        impl=impl,
     )
     if observe is not None:
-        where = {"page_table": page_table, "num_active": rows.num_active}
-        places = rows.positions if rows.branch is None else rows.branch[:, -1]
-        where |= {"slots": rows.slots, "positions": places}
-        k = decoder.observe_written(k, "k_cache", observe, **where)
-        v = decoder.observe_written(v, "v_cache", observe, **where)
+        at = {name: where[name] for name in ("page_table", "slots", "num_active")}
+        branch = where["branch"]
+        at["positions"] = where["positions"] if branch is None else branch[:, -1]
+        k = observe_lib.written(k, "k_cache", observe, **at)
+        v = observe_lib.written(v, "v_cache", observe, **at)
 
     def add(name, y, w, norm):
         """Adds `y w^T` to the residual; a hook may change it before it is normed."""
@@ -320,3 +200,22 @@ def sequence_layer(layer, config, x, positions):
 def sequence_norm(params, config, x):
     """Implements `families.Family.sequence_norm`."""
     return sequence.norm(x, params.final_norm, config.rms_norm_eps)
+
+
+_ALLOWED = {"attention_bias": (False, None), "use_sliding_window": (False, None)}
+
+FAMILY = families.Family(
+    read_config=functools.partial(read_as, config_lib.Qwen3Config, _ALLOWED),
+    write_config=functools.partial(
+        write, attention_bias=False, use_sliding_window=False
+    ),
+    shapes=shapes,
+    names=NAMES,
+    rope_table=rope_table,
+    run_layer=run_layer,
+    run_head=run_head,
+    sequence_layer=sequence_layer,
+    sequence_norm=sequence_norm,
+    fused=("native",),
+    keeps_padding=True,
+)

@@ -84,7 +84,6 @@ class RowModel:
     Raises:
       ValueError: no such implementation, a slab that it does not take, an unknown kind
         of cache, or a mesh that does not divide the heads.
-      NotImplementedError: an implementation without kernels for the model's family.
     """
 
     config: config_lib.ModelConfig
@@ -154,20 +153,21 @@ class RowModel:
                 "a static cache has its pages by slot, and shares none: use "
                 "cache='paged'"
             )
-        return _new_slots(
-            self.cache if kept is None else "static",
-            num_layers=self.config.num_layers,
-            num_slots=num_slots,
-            num_pages=num_pages,
-            page_size=page_size,
-            pages_per_slot=min(pages_per_slot, num_pages),
-            num_kv_heads=self.config.num_kv_heads,
-            head_dim=self.config.head_dim,
-            dtype=self.config.dtype,
-            layout=self.layout,
-            shares=shares,
-            kept=None if kept is None else index.pages_for(kept, page_size),
-        )
+        sizes: dict[str, Any] = {
+            "num_layers": self.config.num_layers,
+            "num_slots": num_slots,
+            "page_size": page_size,
+            "pages_per_slot": min(pages_per_slot, num_pages),
+            "num_kv_heads": self.config.num_kv_heads,
+            "head_dim": self.config.head_dim,
+            "dtype": self.config.dtype,
+        }
+        if kept is not None:
+            sizes["kept"] = index.pages_for(kept, page_size)
+        is_static = self.cache == "static" or kept is not None
+        if not is_static:
+            sizes |= {"num_pages": num_pages, "shares": shares}
+        return _new_slots(is_static, self.layout, tuple(sizes.items()))
 
     def forward_rows(
         self,
@@ -176,13 +176,13 @@ class RowModel:
         kv: paged.PagedKV,
         **how: Any,
     ) -> tuple[paged.PagedKV, decoder.RowOutputs]:
-        """Runs a slab of rows: `forward_rows` of the family, on each device its part.
+        """Runs a slab of rows: `decoder.forward_rows`, on each device its part.
 
         Logits and features are the same on all of them.
         """
 
         def forward(params, rows, kv):
-            return families.of(self.config).forward_rows(
+            return decoder.forward_rows(
                 params, self.config, rows, kv, impl=self.impl, **how
             )
 
@@ -260,8 +260,7 @@ class RowModel:
     @property
     def runs_chains(self) -> bool:
         """Whether its family continues texts greedily in one call: `run_chains`."""
-        chain_impls = families.of(self.config).CHAIN_IMPLS
-        return self.layout is None and self.impl in chain_impls
+        return self.layout is None and self.impl in families.of(self.config).fused
 
     def choose(
         self, logits: Float[Array, "slab V"], num_active: Int[Array, ""]
@@ -291,30 +290,11 @@ class RowModel:
         return draw_op.sums(self.impl)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnums=0,
-    static_argnames=(
-        "num_layers",
-        "num_slots",
-        "num_pages",
-        "page_size",
-        "pages_per_slot",
-        "num_kv_heads",
-        "head_dim",
-        "dtype",
-        "layout",
-        "shares",
-        "kept",
-    ),
-)
-def _new_slots(kind, *, num_pages, layout, shares, kept, **sizes):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _new_slots(is_static, layout, sizes):
     """Makes slots by one program: calls for each array cost more than a prompt."""
-    kv: paged.PagedKV
-    if kind == "static":
-        kv = static.init(kept=kept, **sizes)
-    else:
-        kv = paged.init(num_pages=num_pages, shares=shares, **sizes)
+    make: Any = static.init if is_static else paged.init
+    kv = make(**dict(sizes))
     if layout is None:
         return kv
     return jax.lax.with_sharding_constraint(
@@ -350,26 +330,20 @@ def _prefill(
     # NumPy's where `jax.disable_jit` makes this a plain call.
     tokens, length, slot = map(jnp.asarray, (tokens, length, slot))
     kv = allocator.reserve(kv, slot, length)
-    if not by_rows:
-        if model.layout is not None:
-            raise ValueError("batched prefill of a model on a mesh: prefill by rows")
-        if begun is not None:
-            raise ValueError("batched prefill of a slot that is begun: prefill by rows")
-        kv, features = decoder.prefill(
-            params, model.config, kv, tokens=tokens, length=length, slot=slot, taps=taps
+    how = {"tokens": tokens, "length": length, "slot": slot, "taps": taps}
+    if by_rows:
+        return decoder.prefill_rows(
+            params,
+            model.config,
+            kv,
+            forward=model.forward_rows,
+            slab=NATIVE_PREFILL_SLAB if model.impl == "native" else model.slab,
+            begun=0 if begun is None else begun,
+            before=before,
+            **how,
         )
-        return kv, features if taps else None
-    return decoder.prefill_rows(
-        params,
-        model.config,
-        kv,
-        forward=model.forward_rows,
-        tokens=tokens,
-        length=length,
-        slot=slot,
-        slab=NATIVE_PREFILL_SLAB if model.impl == "native" else model.slab,
-        impl=model.impl,
-        taps=taps,
-        begun=0 if begun is None else begun,
-        before=before,
-    )
+    if model.layout is not None:
+        raise ValueError("batched prefill of a model on a mesh: prefill by rows")
+    if begun is not None:
+        raise ValueError("batched prefill of a slot that is begun: prefill by rows")
+    return decoder.prefill(params, model.config, kv, **how)

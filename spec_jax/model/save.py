@@ -16,7 +16,6 @@ from spec_jax.model import (
     byte_weights,
     checkpoint_files as files,
     config as config_lib,
-    families,
     params as params_lib,
     tokenizer as tokenizer_lib,
 )
@@ -33,7 +32,6 @@ def save(
     *,
     tokenizer: tokenizer_lib.Tokenizer | None = None,
     max_shard_bytes: int | None = None,
-    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes what `load` reads back bit for bit, and Hugging Face's loader too.
 
@@ -44,7 +42,6 @@ def save(
       tokenizer: written beside the weights, with its chat template and its stop tokens;
         None: none is written, and `spec_jax.load` refuses the folder.
       max_shard_bytes: most in a file, unless one tensor is larger; None: one file.
-      metadata: further entries of each file's `__metadata__`.
 
     Raises:
       ValueError: `params` have not the shapes, dtype and form of weights of `config`,
@@ -55,7 +52,7 @@ def save(
     _check_params(config, params)
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise ValueError(f"{max_shard_bytes=} must be positive")
-    tensors = pending(params, families.of(config).tensors(config))
+    tensors = pending(params, params_lib.tensors(config))
     shards = _shards(tensors, max_shard_bytes)
     texts = {"config.json": config_lib.to_dict(config)}
     if tokenizer is not None:
@@ -73,7 +70,7 @@ def save(
                 for tensor in shard
             },
         }
-    write_folder(folder, shards, texts, metadata=metadata)
+    write_folder(folder, shards, texts)
     for name in tokenizer_lib.OLD_FILES if tokenizer is not None else ():
         (folder / name).unlink(missing_ok=True)
 
@@ -86,6 +83,9 @@ def write_folder(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes files of tensors and of JSON, and replaces an older checkpoint by them.
+
+    Args:
+      metadata: further entries of each file's `__metadata__`.
 
     Raises:
       CheckpointError: the files cannot be written.
@@ -110,33 +110,25 @@ def write_folder(
 
 def _check_params(config: config_lib.ModelConfig, params: params_lib.Params) -> None:
     """Refuses to write weights that the config beside them would not describe."""
-    shapes = params_lib.shapes(config)
-    is_weight = weights_lib.is_weight
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight):
-        form = params_lib.form_of(path, leaf, config.weights)
-        if len(leaf.shape) == 2 and weights_lib.form(leaf) != form:
-            raise ValueError(
-                f"the config says {config.weights=}, the weights are others"
-            )
-    params = params_lib.map_matrices(_shape_of, params)
-    structures = {jax.tree.structure(tree) for tree in (params, shapes)}
-    if len(structures) > 1:
+    wanted, is_weight = params_lib.shapes(config), weights_lib.is_weight
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_weight)
+    if len({structure, jax.tree.structure(wanted)}) > 1:
         raise ValueError(
             f"the weights have {len(params.layers)} layers and "
             f"{'no' if params.lm_head is None else 'an'} lm_head, the config says "
             f"{config.num_layers=}, {config.tie_word_embeddings=}"
         )
-    wanted = jax.tree_util.tree_leaves_with_path(shapes)
-    for (path, shape), leaf in zip(wanted, jax.tree.leaves(params), strict=True):
+    for (path, leaf), shape in zip(leaves, jax.tree.leaves(wanted), strict=True):
+        form = params_lib.form_of(path, leaf, config.weights)
+        if len(leaf.shape) == 2 and weights_lib.form(leaf) != form:
+            raise ValueError(
+                f"the config says {config.weights=}, the weights are others"
+            )
         if (leaf.shape, leaf.dtype) != (shape.shape, shape.dtype):
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} is {leaf.dtype} "
                 f"{list(leaf.shape)}, the config says {shape.dtype} {list(shape.shape)}"
             )
-
-
-def _shape_of(leaf: weights_lib.Weight) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def pending(params: Any, names: Any) -> list[files.Pending]:
@@ -150,33 +142,26 @@ def pending(params: Any, names: Any) -> list[files.Pending]:
     for leaf, sources in zip(leaves, jax.tree.leaves(names), strict=True):
         start = 0
         back = None if sources.order is None else np.argsort(sources.order.reshape(-1))
+        is_bytes, dtype = weights_lib.is_bytes(leaf), np.dtype(leaf.dtype)
+        fetch_rows = byte_weights.to_store if is_bytes else _matrix_rows
         for name, shape in sources.parts:
             stop = start + shape[0]
             rows = slice(start, stop) if back is None else back[start:stop]
-
-            if weights_lib.is_bytes(leaf):
-                form = weights_lib.form(leaf)
-                shape = shape[0], *byte_weights.stored_shape(shape[1], form)
-                store = functools.partial(byte_weights.to_store, leaf, rows)
-                tensors.append(
-                    files.Pending(
-                        name=name, dtype=np.dtype(np.uint8), shape=shape, fetch=store
-                    )
-                )
-                start = stop
-                continue
-
-            def fetch(leaf=leaf, rows=rows) -> np.ndarray:
-                # A copy, because an array keeps the host value that was asked of it:
-                # the whole model would be held twice in the end.
-                return np.asarray(jnp.array(weights_lib.matrix(leaf)[rows], copy=True))
-
-            dtype = np.dtype(leaf.dtype)
+            fetch = functools.partial(fetch_rows, leaf, rows)
+            if is_bytes:
+                blocks = byte_weights.stored_shape(shape[1], weights_lib.form(leaf))
+                shape, dtype = (shape[0], *blocks), np.dtype(np.uint8)
             tensors.append(
                 files.Pending(name=name, dtype=dtype, shape=shape, fetch=fetch)
             )
             start = stop
     return tensors
+
+
+def _matrix_rows(leaf: weights_lib.Weight, rows: slice | np.ndarray) -> np.ndarray:
+    # A copy, because an array keeps the host value that was asked of it: the whole
+    # model would be held twice in the end.
+    return np.asarray(jnp.array(weights_lib.matrix(leaf)[rows], copy=True))
 
 
 def _shards(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax import pytree
-from spec_jax.model import config as config_lib, families, params as params_lib, rotary
+from spec_jax.model import config as config_lib, families, params as params_lib
 from spec_jax.ops import bits, rms_norm, rope, swiglu, weights
 from spec_jax.typing import typed
 
@@ -126,7 +126,7 @@ def turned(x, weight, config, positions):
     """Returns heads `[..., H]`, normed where there is a weight, and rotated."""
     if weight is not None:
         x = norm(x, weight, config.rms_norm_eps)
-    frequencies, scale = rotary.rope_table(config)
+    frequencies, scale = families.of(config).rope_table(config)
     return rope.rope(x, positions, jnp.asarray(frequencies), scale=scale)
 
 

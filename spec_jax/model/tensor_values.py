@@ -7,6 +7,7 @@ that cannot be used raises a `CheckpointError` that names it.
 import contextlib
 import io
 import math
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -21,22 +22,22 @@ BLOCK_BYTES = 16 * 2**20
 _TEST_BYTES = 2**18
 
 
-def read_into(entry: files.Entry, out: np.ndarray) -> None:
-    """Fills the contiguous `out`, of `entry`'s shape, rounding to its dtype.
+def read_into(entry: files.Entry, out: np.ndarray, *, first: int = 0) -> None:
+    """Fills the contiguous `out` with a tensor's values, rounding to its dtype.
 
     Takes no memory where the dtypes agree, and one block where they do not.
+
+    Args:
+      first: how many values come before; of units that are unpacked, none.
     """
-    if out.shape != entry.shape:
-        raise ValueError(f"{entry.name} is {entry.shape}, the buffer is {out.shape}")
     flat = out.reshape(-1)
-    if not np.shares_memory(flat, out) and out.size:
-        raise ValueError(f"the buffer for {entry.name} is not contiguous")
     with _opened(entry) as file:
+        file.seek(first * entry.dtype.itemsize, os.SEEK_CUR)
         if entry.dtype == out.dtype and entry.unpack is None:
             _read_exactly(file, entry, flat)
             return
         length = max(1, BLOCK_BYTES // entry.dtype.itemsize)
-        for start, block in _blocks(file, entry, length):
+        for start, block in _blocks(file, entry, flat.size, length):
             flat[start : start + block.size] = block
 
 
@@ -45,49 +46,36 @@ def read_columns(entry: files.Entry, out: np.ndarray, *, first: int) -> None:
 
     Reads these columns and no others.
     """
-    rows, columns = entry.shape
-    if out.shape[0] != rows or first + out.shape[1] > columns:
-        raise ValueError(
-            f"{entry.name} is {entry.shape}, the buffer from {first=} is {out.shape}"
-        )
     row = np.empty(out.shape[1:], entry.dtype)
     with _opened(entry, buffering=0) as file:
-        for number in range(rows):
-            at = number * columns + first
+        for number in range(len(out)):
+            at = number * entry.shape[1] + first
             file.seek(entry.offset + at * entry.dtype.itemsize)
             _read_exactly(file, entry, row)
             out[number] = row
 
 
 def check_finite(entry: files.Entry, values: np.ndarray) -> None:
-    """Refuses weights with an infinity or NaN, which may make every result NaN."""
-    index = first_non_finite(values)
-    if index is not None:
-        raise files.CheckpointError(
-            f"{entry.path}: {entry.name}{list(index)} is {values[index]} in "
-            f"{values.dtype}: a model with such weights has no results; use another "
-            "checkpoint, or download it again"
-        )
+    """Refuses weights with an infinity or NaN, which may make every result NaN.
 
-
-def first_non_finite(array: np.ndarray) -> tuple[int, ...] | None:
-    """Finds the first infinity or NaN of a contiguous array; None if all are finite.
-
-    Takes less than a block, whatever the size of the array.
+    Takes less than a block, whatever the size of the contiguous array.
     """
     # Both have all bits of the exponent set. In integers, because NumPy has no fast
     # test for bfloat16.
-    bits = array.reshape(-1).view(f"u{array.dtype.itemsize}")
-    exponent = np.array(np.inf, array.dtype).view(bits.dtype)
-    length = max(1, min(_TEST_BYTES, BLOCK_BYTES) // array.dtype.itemsize)
+    bits = values.reshape(-1).view(f"u{values.dtype.itemsize}")
+    exponent = np.array(np.inf, values.dtype).view(bits.dtype)
+    length = max(1, min(_TEST_BYTES, BLOCK_BYTES) // values.dtype.itemsize)
     scratch = np.empty(min(length, bits.size), bits.dtype)
     for start in range(0, bits.size, length):
         block = bits[start : start + length]
         found = np.bitwise_and(block, exponent, out=scratch[: block.size])
         if found.max() == exponent:
-            index = np.unravel_index(start + int(found.argmax()), array.shape)
-            return tuple(int(i) for i in index)
-    return None
+            at = np.unravel_index(start + int(found.argmax()), values.shape)
+            raise files.CheckpointError(
+                f"{entry.path}: {entry.name}{[*map(int, at)]} is {values[at]} in "
+                f"{values.dtype}: a model with such weights has no results; use "
+                "another checkpoint, or download it again"
+            )
 
 
 def same_values(left: files.Entry, right: files.Entry) -> bool:
@@ -98,11 +86,12 @@ def same_values(left: files.Entry, right: files.Entry) -> bool:
     """
     if left.shape != right.shape:
         return False
-    length = max(1, BLOCK_BYTES // 8)  # A block and its float32 copy, on either side.
+    # A block and its float32 copy, on either side.
+    size, length = math.prod(left.shape), max(1, BLOCK_BYTES // 8)
     with _opened(left) as left_file, _opened(right) as right_file:
         pairs = zip(
-            _blocks(left_file, left, length),
-            _blocks(right_file, right, length),
+            _blocks(left_file, left, size, length),
+            _blocks(right_file, right, size, length),
             strict=True,
         )
         bits = lambda block: block.astype(np.float32, copy=False).view(np.uint32)
@@ -121,10 +110,10 @@ def _opened(entry: files.Entry, *, buffering: int = -1) -> Iterator[Any]:
 
 
 def _blocks(
-    file: io.BufferedReader, entry: files.Entry, values_per_block: int
+    file: io.BufferedReader, entry: files.Entry, num_values: int, values_per_block: int
 ) -> Iterable[tuple[int, np.ndarray]]:
     """Yields parts of a flat tensor, in order, and their starts; reuses one buffer."""
-    num_values, unit = math.prod(entry.shape), entry.unit_values
+    unit = entry.unit_values
     unit_bytes = entry.unit_bytes or entry.dtype.itemsize
     num_units = -(-num_values // unit)
     step = max(1, values_per_block // unit)

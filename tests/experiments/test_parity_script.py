@@ -16,7 +16,7 @@ from slow_cases import slow
 from experiments import parity, plot
 from experiments.lib import microscope
 from spec_jax import testing
-from spec_jax.model import llama, observe, params as params_lib, qwen3, row_model
+from spec_jax.model import decoder, llama, observe, params as params_lib, row_model
 
 
 START = len(decoding.PROMPT) - 1
@@ -63,14 +63,14 @@ def test_equal_runs_have_no_difference(other):
 
 def test_a_recording_that_moves_bits_says_so(monkeypatch):
     """Negative control: the forward pass is another one while it is recorded."""
-    real = qwen3.forward_rows
+    real = decoder.forward_rows
 
     def shy(params, config, rows, kv, *, observe=None, **keywords):
         if observe is not None:
             params = params.replace(final_norm=params.final_norm * 2)
         return real(params, config, rows, kv, observe=observe, **keywords)
 
-    monkeypatch.setattr(qwen3, "forward_rows", shy)
+    monkeypatch.setattr(decoder, "forward_rows", shy)
     assert record(path(slab=6)).moved > 0  # Nothing is compiled yet for this slab.
 
 

@@ -11,8 +11,8 @@ import pytest
 from spec_jax.model import (
     checkpoint_files,
     config as config_lib,
+    families,
     params as params_lib,
-    rotary,
 )
 
 
@@ -169,7 +169,8 @@ def test_rope_is_that_of_hugging_face(tmp_path, stated):
     theirs = modeling_qwen3.Qwen3RotaryEmbedding(
         transformers.AutoConfig.from_pretrained(tmp_path)
     )
-    frequencies, scale = rotary.rope_table(config_lib.read(path))
+    config = config_lib.read(path)
+    frequencies, scale = families.of(config).rope_table(config)
     assert scale == pytest.approx(theirs.attention_scaling, rel=1e-12)
     np.testing.assert_allclose(frequencies, theirs.inv_freq.numpy(), rtol=1e-6)
 

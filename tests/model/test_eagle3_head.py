@@ -14,7 +14,7 @@ from model import head_layouts as layouts
 from slow_cases import slow
 
 from spec_jax import testing, tree
-from spec_jax.model import eagle3, qwen3, row_model
+from spec_jax.model import decoder, eagle3, row_model
 from spec_jax.paging import allocator, cache
 
 
@@ -57,7 +57,7 @@ class Pairs:
         kv = allocator.reserve(self.kv, 0, start + count)
         if branch is not None:
             branch = jnp.asarray(np.pad(branch, (pad, (0, 0))))
-        rows = qwen3.Rows(
+        rows = decoder.Rows(
             tokens=jnp.asarray(np.pad(tokens, pad)),
             slots=jnp.zeros((self.slab,), jnp.int32),
             positions=jnp.asarray(np.pad(positions, pad), jnp.int32),

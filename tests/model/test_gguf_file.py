@@ -16,7 +16,6 @@ import spec_jax as sj
 from spec_jax import loading, testing
 from spec_jax.model import (
     config as config_lib,
-    families,
     gguf_file,
     gguf_header,
     gguf_tokenizer,
@@ -24,6 +23,7 @@ from spec_jax.model import (
     load,
     params as params_lib,
     qwen2,
+    qwen3,
     save as save_lib,
     sequence,
     tensor_values,
@@ -78,7 +78,7 @@ def write(path, config, params=None, *, kind="F32", change=None, is_random=False
     number = gguf.MODEL_ARCH[arch.upper()]
     names = gguf.get_tensor_name_map(number, config.num_layers)
     rng = np.random.default_rng(0)
-    for tensor in save_lib.pending(params, families.of(config).tensors(config)):
+    for tensor in save_lib.pending(params, params_lib.tensors(config)):
         array = np.asarray(tensor.fetch(), np.float32)
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
         for part, count in heads.items():
@@ -227,8 +227,8 @@ def test_scalings_of_rope(tmp_path):
         original_max_position_embeddings=8192,
     )  # fmt: skip
     base = dataclasses.replace(CONFIGS["llama"], rope_theta=500_000.0)
-    table, _ = llama.rope_table(base)
-    slowed, _ = llama.rope_table(dataclasses.replace(base, scaling=wanted))
+    table, _ = qwen3.rope_table(base)
+    slowed, _ = qwen3.rope_table(dataclasses.replace(base, scaling=wanted))
 
     def by(factors):
         factors = factors.astype(np.float32)

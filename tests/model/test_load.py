@@ -5,6 +5,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import types
 from collections.abc import Callable
 
 import chex
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import psutil
 import pytest
 import safetensors.numpy
 
@@ -73,7 +75,7 @@ def sharded(tmp_path) -> pathlib.Path:
 def no_reads(monkeypatch):
     """Fails the test if a weight is read."""
 
-    def refuse(entry, out):
+    def refuse(entry, out, **how):
         raise AssertionError(f"{entry.name} was read")
 
     monkeypatch.setattr(tensor_values, "read_into", refuse)
@@ -92,10 +94,10 @@ def test_saved_files_are_what_safetensors_reads(tmp_path):
     bits[(bits & 0x7F80) == 0x7F80] ^= 0x0080
     embed = bits.view(ml_dtypes.bfloat16).reshape(CONFIG.vocab_size, -1)
     params = random_params(config).replace(embed=jnp.asarray(embed))
-    save_lib.save(tmp_path, config, params, metadata={"note": "hello"})
+    save_lib.save(tmp_path, config, params)
     path = tmp_path / files.SINGLE_FILE
     with safetensors.safe_open(path, framework="numpy") as file:
-        assert file.metadata() == {"format": "pt", "note": "hello"}
+        assert file.metadata() == {"format": "pt"}
         testing.assert_same_bits(file.get_tensor(EMBED), embed)
     assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0  # aligned
     loaded = np.asarray(load_lib.load(tmp_path)[1].embed)
@@ -253,12 +255,15 @@ def test_headers_are_checked_before_any_weight_is_read(sharded, no_reads):
     assert_refused(sharded, f"{last.name}: not a whole")
 
 
-def test_memory_is_checked_before_any_weight_is_read(folder, no_reads):
+def test_memory_is_checked_before_any_weight_is_read(folder, no_reads, monkeypatch):
     required = sum(load_lib.required_bytes(CONFIG))
+    free = types.SimpleNamespace(available=required - 1)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     with pytest.raises(load_lib.InsufficientMemoryError, match="GiB are free"):
-        load_lib.load(folder, available_bytes=required - 1)
+        load_lib.load(folder)
+    free.available = required
     with pytest.raises(AssertionError, match="was read"):
-        load_lib.load(folder, available_bytes=required)
+        load_lib.load(folder)
 
 
 SHARDS = A, B = "part-a.safetensors", "part-b.safetensors"

@@ -15,7 +15,7 @@ from script_runs import run_python
 
 from spec_jax import testing
 from spec_jax.engine import baseline
-from spec_jax.model import params as params_lib, qwen3, row_model
+from spec_jax.model import decoder, params as params_lib, row_model
 from spec_jax.ops import dispatch, row_attention
 
 
@@ -67,10 +67,10 @@ def lower(impl: str, *, num_layers: int) -> jax.stages.Lowered:
     kv = jax.eval_shape(lambda: model.new_cache(capacity=32, page_size=8))
     row = jax.ShapeDtypeStruct((5,), jnp.int32)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    rows = qwen3.Rows(tokens=row, slots=row, positions=row, num_active=number)
+    rows = decoder.Rows(tokens=row, slots=row, positions=row, num_active=number)
 
     def forward(params, rows, kv):
-        return qwen3.forward_rows(params, config, rows, kv, impl=impl)
+        return decoder.forward_rows(params, config, rows, kv, impl=impl)
 
     jitted = jax.jit(forward, donate_argnums=2)
     params = jax.eval_shape(

@@ -20,7 +20,6 @@ from spec_jax import testing
 from spec_jax.model import (
     config as config_lib,
     decoder,
-    families,
     gpt_neox,
     observe,
     params as params_lib,
@@ -84,21 +83,28 @@ def text(slot: int = 0, length: int = PREFIX + WINDOW) -> np.ndarray:
     return np.random.default_rng(100 + slot).integers(1, 160, length).astype(np.int32)
 
 
-def compile_forward(**how):
+def compile_forward(**hook):
     """Returns a jitted `forward_rows` with its own cache of compiled programs."""
 
     @functools.partial(jax.jit, static_argnames=("config", "impl"))
     def forward(params, config, rows, kv, *, impl):
-        run_rows = families.of(config).forward_rows
-        return run_rows(params, config, rows, kv, impl=impl, taps=(0, 1), **how)
+        how = {"impl": impl, "taps": (0, 1), **hook}
+        return decoder.forward_rows(params, config, rows, kv, **how)
 
     return forward
 
 
 _forward = compile_forward()
-_prefill_rows = jax.jit(
-    decoder.prefill_rows, static_argnames=("config", "slab", "impl")
-)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "slab", "impl"))
+def _prefill_rows(params, config, kv, *, impl, **how):
+    """Runs `decoder.prefill_rows` by `decoder.forward_rows`."""
+
+    def forward(params, rows, kv, **how):
+        return decoder.forward_rows(params, config, rows, kv, impl=impl, **how)
+
+    return decoder.prefill_rows(params, config, kv, forward=forward, **how)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -230,7 +230,7 @@ FEATURES = (
     Mutant("features of rejected rows are handed out", "engine.round:_features",
            "if outcome.path is not None:", "if False:",
            "engine/test_trees.py::test_features_are_those_of_decoding[tree]"),
-    Mutant("features are those of the next layer", "model.decoder:run_rows",
+    Mutant("features are those of the next layer", "model.decoder:_run_operations",
            "boundaries[tap]", "boundaries[tap + 1]",
            "engine/test_trees.py::test_rows_have_the_features_of_the_sequence[xla]"),
 )  # fmt: skip

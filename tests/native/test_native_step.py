@@ -15,7 +15,7 @@ from slow_cases import slow
 
 from spec_jax import testing
 from spec_jax.engine import protocols, round as round_lib, rows as rows_lib
-from spec_jax.model import decoder, params as params_lib, qwen3, row_model
+from spec_jax.model import decoder, params as params_lib, row_model
 from spec_jax.native import steps
 
 
@@ -34,7 +34,7 @@ def make(dtype, **changes):
 def compile_(config, *, taps=TAPS, **how):
     """Returns a step, which is compiled once."""
     how |= {"config": config, "impl": "native", "taps": taps}
-    return jax.jit(functools.partial(qwen3.forward_rows, **how))
+    return jax.jit(functools.partial(decoder.forward_rows, **how))
 
 
 def run(config, params, live, *, num_kept=None, forward=None, **how):
