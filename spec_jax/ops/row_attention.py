@@ -77,8 +77,7 @@ def row_attention(
             return calls.attend(*inputs, **form)
         if block is not None:
             form |= {"branch": None, "places": places}
-        kernels, interpret = dispatch.kernels("row_attention", impl)
-        return kernels.attend(*inputs, **form, interpret=interpret)
+        return dispatch.kernel("row_attention", "attend")(*inputs, **form)
     K, H = k_pages.shape[2:]
     split = heads.reshape(heads.shape[0], -1, H)
     q, k, v = jnp.split(split, (split.shape[1] - 2 * K, split.shape[1] - K), axis=1)

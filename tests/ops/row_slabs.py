@@ -22,7 +22,7 @@ def _compiled(impl):
     static = ["eps", "scale"]
     if impl == "interpret":
         static.append("config")
-        attend = functools.partial(row_attention_triton.attend, interpret=True)
+        attend = row_attention_triton.attend
     elif impl == "xla":
         static.append("by_head")
         attend = functools.partial(row_attention.row_attention, impl=impl)
