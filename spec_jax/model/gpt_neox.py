@@ -272,8 +272,6 @@ def _run_layer(layer, next_norm, residual, rows, pages, angles, *, config, impl)
     """Runs a decoder layer, see `decoder.run_rows`; returns residual and pages."""
     del next_norm
     x = residual.x
-    k, v, page_table = pages
-    cos, sin = angles
     shared = {"num_active": rows.num_active, "impl": impl}
     norm = functools.partial(_norm, config=config, impl=impl)
 
@@ -284,18 +282,13 @@ def _run_layer(layer, next_norm, residual, rows, pages, angles, *, config, impl)
         linear(norm(x, layer.input_norm), layer.qkv),
         None,
         None,
-        k,
-        v,
-        page_table=page_table,
-        slots=rows.slots,
-        positions=rows.positions,
-        cos=cos,
-        sin=sin,
+        pages,
+        rows,
+        angles,
         eps=0.0,
         scale=config.head_dim**-0.5,
-        branch=rows.branch,
         by_head=isinstance(layer.qkv.weight, weights.Split),
-        **shared,
+        impl=impl,
     )
     attended = linear(attended, layer.attention_out)
     if not config.has_parallel_residual:

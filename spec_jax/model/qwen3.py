@@ -258,8 +258,6 @@ def run_layer(
       The residual, and the pages of keys and values.
     """
     see = observe or (lambda operation, value: value)
-    k, v, page_table = pages
-    cos, sin = angles
     shared = {"num_active": rows.num_active, "eps": config.rms_norm_eps, "impl": impl}
     x, norm = residual.before(layer.input_norm)
     heads = projection.project(x, layer.qkv, norm=norm, bias=layer.qkv_bias, **shared)
@@ -269,20 +267,16 @@ def run_layer(
         heads,
         layer.q_norm,
         layer.k_norm,
-        k,
-        v,
-        page_table=page_table,
-        slots=rows.slots,
-        positions=rows.positions,
-        cos=cos,
-        sin=sin,
+        pages,
+        rows,
+        angles,
+        eps=config.rms_norm_eps,
         scale=config.head_dim**-0.5,
-        branch=rows.branch,
         by_head=isinstance(layer.qkv, weights.Split),
-        **shared,
+        impl=impl,
     )
     if observe is not None:
-        where = {"page_table": page_table, "num_active": rows.num_active}
+        where = {"page_table": pages[2], "num_active": rows.num_active}
         places = rows.positions if rows.branch is None else rows.branch[:, -1]
         where |= {"slots": rows.slots, "positions": places}
         k = decoder.observe_written(k, "k_cache", observe, **where)
