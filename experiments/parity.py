@@ -35,7 +35,7 @@ from spec_jax.model import (
     row_model,
     tokenizer as tokenizer_lib,
 )
-from spec_jax.ops import dispatch, skinny_gemm
+from spec_jax.ops import dispatch, projection
 from spec_jax.paging import cache
 from spec_jax.typing import IMPLS
 
@@ -136,7 +136,7 @@ def look(args: argparse.Namespace) -> Row:
     folder, width = args.target or loading.EMBEDDED_TARGET, args.gamma + 1
     config, loaded = load.load(folder, dtype=args.dtype)
     impl = dispatch.resolve(args.impl)
-    slab = row_model.slab_for(impl, max(width, skinny_gemm.MIN_ROWS))
+    slab = row_model.slab_for(impl, max(width, projection.MIN_ROWS))
     model = row_model.RowModel(config=config, impl=impl, slab=slab)
     paths = [
         microscope.Path(name=name, model=model)

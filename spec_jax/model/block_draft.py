@@ -136,7 +136,7 @@ def forward_block(
     x = embedding.embed(
         params.embed, rows.tokens, num_active=rows.num_active, impl=impl
     ).astype(dtype)
-    cos, sin = decoder.row_angles(layer, rows.positions, dtype=dtype, impl=impl)
+    angles = decoder.row_angles(layer, rows.positions, dtype=dtype, impl=impl)
     own = jnp.arange(rows.tokens.shape[0], dtype=jnp.int32) % config.block_size
     for number, weight in enumerate(params.layers):
         sees = config.attention_of(number)
@@ -151,17 +151,14 @@ def forward_block(
             jnp.concatenate(heads, axis=1),
             weight.q_norm,
             weight.k_norm,
-            kv.k[number],
-            kv.v[number],
-            page_table=kv.page_table,
-            slots=rows.slots,
-            positions=rows.positions,
-            cos=cos,
-            sin=sin,
+            (kv.k[number], kv.v[number], kv.page_table),
+            rows,
+            angles,
+            eps=eps,
             scale=layer.head_dim**-0.5,
+            impl=impl,
             block=None if sees.is_causal else config.block_size,
             firsts=sees.first(rows.positions, rows.positions - own),
-            **shared,
         )
         kv = cache.replace_layer(kv, number, k=k, v=v)
         x = add(attended, weight.attention_out)

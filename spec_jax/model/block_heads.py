@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from spec_jax.model import block_params
 from spec_jax.native import block_steps, draws as draws_lib
-from spec_jax.ops import dispatch, projection, skinny_gemm, weights
+from spec_jax.ops import dispatch, projection, weights
 from spec_jax.typing import typed
 
 
@@ -32,7 +32,7 @@ def row_product(impl: str) -> Product:
 
     def product(x: jax.Array, w: weights.Weight) -> jax.Array:
         count = x.shape[0]
-        height = dispatch.whole_slabs(impl, max(count, skinny_gemm.MIN_ROWS))
+        height = dispatch.whole_slabs(impl, max(count, projection.MIN_ROWS))
         y = projection.project(
             jnp.pad(x, ((0, height - count), (0, 0))),
             w,

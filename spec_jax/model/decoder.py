@@ -106,16 +106,7 @@ def _run_operations(params, config, rows, kv, impl, taps, with_logits, observe):
         params.embed, rows.tokens, num_active=rows.num_active, impl=impl
     )
     x = see(None, "embed", x)
-    cos, sin = row_angles(config, rows.positions, dtype=x.dtype, impl=impl)
-    where = {
-        "page_table": kv.page_table,
-        "slots": rows.slots,
-        "positions": rows.positions,
-        "num_active": rows.num_active,
-        "branch": rows.branch,
-        "cos": cos,
-        "sin": sin,
-    }
+    angles = row_angles(config, rows.positions, dtype=x.dtype, impl=impl)
     run_layer: Any = functools.partial(family.run_layer, config=config, impl=impl)
     # Layers differ only in their arrays: one is traced and lowered for all. A hook
     # gets the number of the layer, so with a hook each layer is traced.
@@ -135,9 +126,9 @@ def _run_operations(params, config, rows, kv, impl, taps, with_logits, observe):
         # XLA may fuse and round differently in another surrounding program: each
         # layer is compiled for itself.
         residual = jax.lax.optimization_barrier(residual)
-        pages = kv.k[number], kv.v[number]
+        pages = kv.k[number], kv.v[number], kv.page_table
         residual, k, v = run_layer(
-            layer, norms[number + 1], residual, pages, where, **hook
+            layer, norms[number + 1], residual, rows, pages, angles, **hook
         )
         kv = cache.replace_layer(kv, number, k=k, v=v)
         boundaries.append(residual.x)

@@ -99,17 +99,8 @@ def _run_operations(params, config, rows, g, kv, impl):
     eps = layer.rms_norm_eps
     normed = _row_norm(g, params.hidden_norm, eps)
     x = [_row_norm(token.astype(g.dtype), params.input_norm, eps), normed]
-    cos, sin = decoder.row_angles(layer, rows.positions, dtype=g.dtype, impl=impl)
-    where = {
-        "page_table": kv.page_table,
-        "slots": rows.slots,
-        "positions": rows.positions,
-        "cos": cos,
-        "sin": sin,
-        "scale": layer.head_dim**-0.5,
-        "branch": rows.branch,
-        "firsts": rows.positions - (config.window - 1) if config.window else None,
-    }
+    angles = decoder.row_angles(layer, rows.positions, dtype=g.dtype, impl=impl)
+    firsts = rows.positions - (config.window - 1) if config.window else None
     heads = projection.project(jnp.concatenate(x, axis=1), params.qkv, **shared)
     hidden = normed if config.norm_before_residual else g
     for number, weight in enumerate((params, *params.more)):
@@ -121,10 +112,13 @@ def _run_operations(params, config, rows, g, kv, impl):
             heads,
             weight.q_norm,
             weight.k_norm,
-            kv.k[number],
-            kv.v[number],
-            **where,
-            **shared,
+            (kv.k[number], kv.v[number], kv.page_table),
+            rows,
+            angles,
+            eps=eps,
+            scale=layer.head_dim**-0.5,
+            impl=impl,
+            firsts=firsts,
         )
         kv = cache.replace_layer(kv, number, k=k, v=v)
         h = projection.project(

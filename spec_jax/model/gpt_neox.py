@@ -211,7 +211,9 @@ def rope_table(config: GPTNeoXConfig) -> tuple[np.ndarray, float]:
     return table, 1.0
 
 
-def run_layer(layer, next_norm, residual, pages, where, *, config, impl, observe=None):
+def run_layer(
+    layer, next_norm, residual, rows, pages, angles, *, config, impl, observe=None
+):
     """Runs a decoder layer, as `qwen3.run_layer` does."""
     if observe is not None:
         raise NotImplementedError(
@@ -220,7 +222,7 @@ def run_layer(layer, next_norm, residual, pages, where, *, config, impl, observe
         )
     del next_norm
     x = residual.x
-    shared = {"num_active": where["num_active"], "impl": impl}
+    shared = {"num_active": rows.num_active, "impl": impl}
     norm = functools.partial(_norm, config=config, impl=impl)
 
     def linear(x, linear):
@@ -230,8 +232,9 @@ def run_layer(layer, next_norm, residual, pages, where, *, config, impl, observe
         linear(norm(x, layer.input_norm), layer.qkv),
         None,
         None,
-        *pages,
-        **where,
+        pages,
+        rows,
+        angles,
         eps=0.0,
         scale=config.head_dim**-0.5,
         by_head=isinstance(layer.qkv.weight, weights.Split),

@@ -130,22 +130,23 @@ def run_head(params, residual, num_active, *, config, impl):
     )
 
 
-def run_layer(layer, next_norm, residual, pages, where, *, config, impl, observe=None):
+def run_layer(
+    layer, next_norm, residual, rows, pages, angles, *, config, impl, observe=None
+):
     """Runs a decoder layer: five operations, each of which reads its weights once.
 
     Args:
       next_norm: weight of the norm after the layer.
       residual: see `projection.Residual`.
-      pages: keys and values of the layer `[P, C, K, H]`.
-      where: the rows' places and angles, as `row_attention` takes them.
+      rows: `decoder.Rows`.
+      pages, angles: as `row_attention` takes them.
       observe: the hook of `decoder.forward_rows`, for this layer.
 
     Returns:
       The residual, and the pages of keys and values.
     """
     see = observe or (lambda operation, value: value)
-    num_active, eps = where["num_active"], config.rms_norm_eps
-    shared = {"num_active": num_active, "eps": eps, "impl": impl}
+    shared = {"num_active": rows.num_active, "eps": config.rms_norm_eps, "impl": impl}
     x, norm = residual.before(layer.input_norm)
     heads = projection.project(x, layer.qkv, norm=norm, bias=layer.qkv_bias, **shared)
     if observe is not None:
@@ -154,19 +155,20 @@ def run_layer(layer, next_norm, residual, pages, where, *, config, impl, observe
         heads,
         layer.q_norm,
         layer.k_norm,
-        *pages,
-        **where,
+        pages,
+        rows,
+        angles,
+        eps=config.rms_norm_eps,
         scale=config.head_dim**-0.5,
         by_head=isinstance(layer.qkv, weights.Split),
-        eps=eps,
         impl=impl,
     )
     if observe is not None:
-        at = {name: where[name] for name in ("page_table", "slots", "num_active")}
-        branch = where["branch"]
-        at["positions"] = where["positions"] if branch is None else branch[:, -1]
-        k = observe_lib.written(k, "k_cache", observe, **at)
-        v = observe_lib.written(v, "v_cache", observe, **at)
+        where = {"page_table": pages[2], "num_active": rows.num_active}
+        places = rows.positions if rows.branch is None else rows.branch[:, -1]
+        where |= {"slots": rows.slots, "positions": places}
+        k = observe_lib.written(k, "k_cache", observe, **where)
+        v = observe_lib.written(v, "v_cache", observe, **where)
 
     def add(name, y, w, norm):
         """Adds `y w^T` to the residual; a hook may change it before it is normed."""

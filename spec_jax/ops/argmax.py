@@ -20,6 +20,5 @@ def argmax(
     if impl == "native":
         return calls.argmax(logits, num_active=num_active)
     if impl in dispatch.PALLAS:
-        kernels, interpret = dispatch.kernels("argmax", impl)
-        return kernels.argmax(logits, num_active=num_active, interpret=interpret)
+        return dispatch.kernel("argmax")(logits, num_active=num_active)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -15,7 +15,7 @@ import as jax itself, and most processes run no kernel of it.
 import functools
 import importlib
 import logging
-import types
+from collections.abc import Callable
 
 import jax
 
@@ -84,13 +84,10 @@ def is_fused(impl: str) -> bool:
     return impl == "native"
 
 
-def kernels(name: str, impl: str) -> tuple[types.ModuleType, bool]:
-    """Returns the module `pallas/{name}_triton`, and whether to interpret its kernels.
-
-    `impl` is one of `PALLAS`.
-    """
+def kernel(name: str, function: str | None = None) -> Callable:
+    """Returns a function of `pallas/{name}_triton`; None: of the same name."""
     module = importlib.import_module(f"spec_jax.pallas.{name}_triton")
-    return module, impl == "interpret"
+    return getattr(module, function or name)
 
 
 def slab_rows(impl: str) -> int | None:

@@ -134,9 +134,8 @@ def log_softmax(
 @typed
 def row_sums(x: Float32[Array, "*rows V"], *, impl: str) -> Float32[Array, "*rows"]:
     """Returns the sum of each row."""
-    kernels, interpret = dispatch.kernels("row_sums", impl)
     rows = x.reshape(-1, x.shape[-1])
-    return kernels.row_sums(rows, interpret=interpret).reshape(x.shape[:-1])
+    return dispatch.kernel("row_sums")(rows).reshape(x.shape[:-1])
 
 
 def _weights(logits, at, settings, positions, draws, impl, *, with_noise):
@@ -145,27 +144,10 @@ def _weights(logits, at, settings, positions, draws, impl, *, with_noise):
         raise NotImplementedError(
             f"impl={impl!r} has no kernels that draw: use rules.sampling.sample_each"
         )
-    filters, interpret = dispatch.kernels("first_tokens", impl)
-    noise, _ = dispatch.kernels("noisy_weights", impl)
-    shared = {
-        "temperature": settings.temperature,
-        "draws": draws,
-        "interpret": interpret,
-    }
     highest = jnp.take_along_axis(logits, at[:, None], axis=1)[:, 0]
-    kept = filters.first_tokens(
-        logits, highest, top_k=settings.top_k, top_p=settings.top_p, **shared
-    )
-    return noise.noisy_weights(
-        logits,
-        highest,
-        kept,
-        min_p=settings.min_p,
-        seeds=settings.seed,
-        positions=positions,
-        with_noise=with_noise,
-        **shared,
-    )
+    kernel = dispatch.kernel("noisy_weights")
+    given = logits, highest, settings, positions, draws
+    return kernel(*given, with_noise=with_noise)
 
 
 def _highest(logits, impl):

@@ -3,6 +3,8 @@
 y = swiglu(round(norm(x) w^T)),   the gate's weights in the first half of w
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -34,12 +36,9 @@ def gated_projection(
     Raises:
       ValueError: no `norm` where one is needed.
     """
+    how: dict[str, Any] = {"num_active": num_active, "eps": eps, "impl": impl}
     if impl in dispatch.PALLAS and not isinstance(w, weights.Split):
-        kernels, interpret = dispatch.kernels("skinny_gemm", impl)
-        given = x, weights.of_kernels(w, impl)
-        return kernels.gate(
-            *given, num_active=num_active, norm=norm, eps=eps, interpret=interpret
-        )
+        return projection.by_kernels(x, w, norm=norm, parts=2, **how)
     if norm is None:
         raise ValueError(f"impl={impl!r} norms the rows itself: give it the weight")
     if isinstance(w, weights.Split):
@@ -49,16 +48,8 @@ def gated_projection(
             products = projection.products(x, w, num_active=num_active, impl=impl)
             gated = [jax.lax.optimization_barrier(swiglu.swiglu(y)) for y in products]
         else:
-            gated = [
-                gated_projection(
-                    x, piece, num_active=num_active, norm=norm, eps=eps, impl=impl
-                )
-                for piece in w.pieces
-            ]
+            gated = [gated_projection(x, part, norm=norm, **how) for part in w.pieces]
         return gated[0] if len(gated) == 1 else jnp.concatenate(gated, axis=1)
     if impl == "native":
         return calls.gate(x, w, num_active=num_active, norm=norm, eps=eps)
-    gate_up = projection.project(
-        x, w, num_active=num_active, norm=norm, eps=eps, impl=impl
-    )
-    return swiglu.swiglu(gate_up)
+    return swiglu.swiglu(projection.project(x, w, norm=norm, **how))

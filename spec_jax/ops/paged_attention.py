@@ -15,6 +15,8 @@ each slot is walked for itself, so that a sequence's bits do not depend on its
 neighbours.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -95,7 +97,7 @@ def paged_attention(
             written = (key_positions < slot_len)[None, :, None]
             values = jnp.where(written, values, 0.0)
             visible = mine[:, None] & _seen(key_positions, positions, firsts)
-            return accumulate(carry, queries, keys, values, visible, G)
+            return accumulate(carry, queries, keys, values, visible)
 
         return jax.lax.fori_loop(hidden, num_blocks, walk_block, carry)
 
@@ -143,9 +145,7 @@ def _walk_branches(carry, queries, pools, page_table, rows, accumulate):
                 for pages in pools
             )
             visible = mine[:, None] & _seen(key_positions, positions, firsts)
-            return accumulate(
-                carry, queries, keys, values, visible, queries.shape[1] // R
-            )
+            return accumulate(carry, queries, keys, values, visible)
 
         first = _shared_blocks(of_slot, positions, branch)
         first = jnp.maximum(first, _hidden_blocks(mine, firsts))
@@ -232,9 +232,10 @@ def _read_block(pages, table, start):
     return block.transpose(1, 0, 2)
 
 
-def _accumulate(carry, queries, keys, values, visible, group):
+def _accumulate(carry, queries, keys, values, visible):
     """Adds one block to the running softmax; rows that see nothing keep their sums."""
     maximum, total, weighted = carry
+    group = queries.shape[1] // visible.shape[0]
     seen = jnp.repeat(visible, group, axis=0)  # [R * G, KEY_BLOCK]
     # A row has probability 0 for a key it may not see, but 0 * NaN is NaN: replace
     # non-finite values by 0, then set rows that may see them to NaN.
@@ -272,12 +273,9 @@ def _accumulate(carry, queries, keys, values, visible, group):
     )
 
 
-def _accumulate_each(carry, queries, keys, values, visible, group):
+def _accumulate_each(carry, queries, keys, values, visible):
     """Does as `_accumulate`, each key/value head for itself."""
-
-    def one(carry, queries, keys, values):
-        return _accumulate(carry, queries, keys, values, visible, group)
-
+    one = functools.partial(_accumulate, visible=visible)
     return each_head(one, carry, queries, keys, values, out=carry)
 
 

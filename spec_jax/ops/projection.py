@@ -15,10 +15,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax import pytree
-from spec_jax.native import calls
-from spec_jax.ops import dispatch, rms_norm, skinny_gemm, weights
+from spec_jax.native import blocks, calls
+from spec_jax.ops import dispatch, rms_norm, weights
 from spec_jax.parallel import collectives
 from spec_jax.typing import typed
+
+
+MIN_ROWS = 2
+"""Rows of a slab at the least. With one, XLA takes another path than with several, with
+other bits and, in bfloat16, a tenth of the speed."""
 
 
 class Residual(pytree.Node):
@@ -51,11 +56,9 @@ def add(
       norm: weight of the RMSNorm that follows, with `eps`.
     """
     if impl in dispatch.PALLAS and not isinstance(w, weights.Split):
-        kernels, interpret = dispatch.kernels("skinny_gemm", impl)
-        x, normed = kernels.add(
-            y, weights.of_kernels(w, impl), x, norm, num_active=num_active, eps=eps,
-            interpret=interpret,
-        )  # fmt: skip
+        kernel = dispatch.kernel("skinny_gemm", "add")
+        given = y, weights.of_kernels(w, impl), x, norm
+        x, normed = kernel(*given, num_active=num_active, eps=eps)
         return Residual(x=x, normed=normed)
     x = project(y, w, residual=x, num_active=num_active, eps=eps, impl=impl)
     return Residual(x=x)
@@ -88,12 +91,10 @@ def project(
         Logits take float32: they are not rounded.
     """
     dtype = jnp.dtype(out_dtype or x.dtype)
+    rows: dict[str, Any] = {"num_active": num_active, "norm": norm, "eps": eps}
     if bias is not None:
         own: Any = bias.pieces[0] if isinstance(bias, weights.Split) else bias
-        sums = project(
-            x, w, num_active=num_active, norm=norm, eps=eps, out_dtype="float32",
-            impl=impl,
-        )  # fmt: skip
+        sums = project(x, w, out_dtype="float32", impl=impl, **rows)
         # Each sum is rounded once, whatever is fused.
         wide = jnp.broadcast_to(own.astype(jnp.float32), sums.shape)
         y = jax.lax.optimization_barrier((sums + wide).astype(dtype))
@@ -102,40 +103,50 @@ def project(
         raise ValueError(f"a residual of {x.dtype} cannot give {dtype}")
     if isinstance(w, weights.Split):
         split = _project_inputs if w.cut == "inputs" else _project_outputs
-        return split(
-            x, w, residual=residual, dtype=dtype,
-            num_active=num_active, norm=norm, eps=eps, impl=impl,
-        )  # fmt: skip
+        return split(x, w, residual=residual, dtype=dtype, impl=impl, **rows)
     if impl == "native":
-        return calls.project(
-            x,
-            w,
-            num_active=num_active,
-            norm=norm,
-            residual=residual,
-            eps=eps,
-            out_dtype=dtype,
-        )
+        return calls.project(x, w, residual=residual, out_dtype=dtype, **rows)
     if impl in dispatch.PALLAS:
-        kernels, interpret = dispatch.kernels("skinny_gemm", impl)
-        return kernels.project(
-            x,
-            weights.of_kernels(w, impl),
-            num_active=num_active,
-            norm=norm,
-            residual=residual,
-            eps=eps,
-            out_dtype=dtype,
-            interpret=interpret,
-        )
+        rows |= {"residual": residual, "out_dtype": dtype, "impl": impl}
+        return by_kernels(x, w, **rows)
     if norm is not None:
         x = rms_norm.rms_norm(x, norm, eps=eps)
-    w = weights.unpacked(w)
-    y = skinny_gemm.skinny_gemm(x, w).astype(dtype)
+    y = _product(x, weights.unpacked(w)).astype(dtype)
     # Fused with what comes next, the rounding of a bfloat16 product would be left out
     # or not, as the surrounding program suits XLA.
     y = jax.lax.optimization_barrier(y)
     return y if residual is None else residual + y
+
+
+def _product(x, w):
+    """Returns `x w^T` in float32; for `Blocks`, rows are rounded as `blocks` says."""
+    if x.shape[0] < MIN_ROWS:
+        raise ValueError(f"a slab needs at least {MIN_ROWS} rows, got {x.shape[0]}")
+    if x.dtype != w.dtype:
+        raise ValueError(f"rows are {x.dtype} but weights are {w.dtype}")
+    if isinstance(w, weights.Blocks):
+        return blocks.product(x, w)
+    return jax.lax.dot_general(
+        x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+
+
+def by_kernels(
+    x: jax.Array,  # [R, K]
+    w: weights.Weight,  # [N, K]
+    *,
+    num_active: jax.Array,
+    norm: jax.Array | None,
+    eps: float,
+    impl: str,
+    **how: Any,
+) -> jax.Array:
+    """Norms by one kernel of a GPU and multiplies by `skinny_gemm_triton.project`,
+    which takes `how`, too."""
+    if norm is not None:
+        x = rms_norm.row_norm(x, norm, num_active=num_active, eps=eps, impl=impl)
+    kernel = dispatch.kernel("skinny_gemm", "project")
+    return kernel(x, weights.of_kernels(w, impl), num_active=num_active, **how)
 
 
 def normed(x: jax.Array, norm: jax.Array, *, eps: float) -> jax.Array:

@@ -39,7 +39,5 @@ def row_norm(
     """
     if impl not in dispatch.PALLAS:
         return rms_norm(x, weight, eps=eps)
-    kernels, interpret = dispatch.kernels("rms_norm", impl)
-    return kernels.rms_norm(
-        x, weight, num_active=num_active, eps=eps, interpret=interpret
-    )
+    kernel = dispatch.kernel("rms_norm")
+    return kernel(x, weight, num_active=num_active, eps=eps)

@@ -123,10 +123,8 @@ def row_angles(
     """Does as `angles` for a slab, by the kernels of `impl` if it has them."""
     if impl not in dispatch.PALLAS:
         return angles(positions, inv_freq, scale=scale, dtype=dtype)
-    kernels, interpret = dispatch.kernels("angles", impl)
-    return kernels.angles(
-        positions, inv_freq, scale=scale, dtype=jnp.dtype(dtype), interpret=interpret
-    )
+    kernel = dispatch.kernel("angles")
+    return kernel(positions, inv_freq, scale=scale, dtype=jnp.dtype(dtype))
 
 
 @typed

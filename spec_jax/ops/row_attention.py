@@ -22,19 +22,13 @@ def row_attention(
     heads: Float[Array, "R qkv"],
     q_norm: Float[Array, " H"] | None,
     k_norm: Float[Array, " H"] | None,
-    k_pages: Float[Array, "P C K H"],
-    v_pages: Float[Array, "P C K H"],
+    pages: tuple[Float[Array, "P C K H"], Float[Array, "P C K H"], Int[Array, "S M"]],
+    rows: Any,
+    angles: tuple[Float[Array, "R half"], Float[Array, "R half"]],
     *,
-    page_table: Int[Array, "S M"],
-    slots: Int[Array, " R"],
-    positions: Int[Array, " R"],
-    num_active: Int[Array, ""],
-    cos: Float[Array, "R half"],
-    sin: Float[Array, "R half"],
     eps: float,
     scale: float,
     impl: str,
-    branch: Int[Array, "R A"] | None = None,
     block: int | None = None,
     firsts: Int[Array, " R"] | None = None,
     by_head: bool = False,
@@ -48,9 +42,10 @@ def row_attention(
     Args:
       heads: queries, keys and values of each row, `(N + 2K) * H`.
       q_norm, k_norm: weights of RMSNorms with `eps`; None: heads are not normed.
-      cos, sin: of each row's angles, in the dtype of `heads` (`rope.angles`).
-      branch: for rows of trees, see `paged_attention`: the last entry is the place
-        where the row itself is written.
+      pages: of keys and of values; and the page table.
+      rows: a `model.decoder.Rows`, whose tokens are not read. The last entry of a
+        branch, see `paged_attention`, is the place where the row itself is written.
+      angles: cosines and sines, in the dtype of `heads` (`rope.angles`).
       block: rows come in runs of so many, at following positions of one slot, and each
         sees its whole run: the positions to the run's last, not to its own.
       firsts: the first position that each row sees, not past its own; None: 0.
@@ -60,47 +55,38 @@ def row_attention(
     Returns:
       The attended heads `[R, N * H]` and the pages with the active rows written.
     """
+    k_pages, v_pages, page_table = pages
+    positions, branch = rows.positions, rows.branch
     places = positions if branch is None else branch[:, -1]
     if block is not None:
         positions, branch = _whole_runs(positions, block)
     where: dict[str, Any] = {
         "page_table": page_table,
-        "slots": slots,
+        "slots": rows.slots,
         "positions": positions,
-        "num_active": num_active,
+        "num_active": rows.num_active,
     }
-    if impl == "native" or impl in dispatch.PALLAS:
-        inputs = (heads, q_norm, k_norm, k_pages, v_pages, cos, sin)
-        form = where | {"branch": branch, "eps": eps, "scale": scale}
-        form["firsts"] = firsts
-        if impl == "native":
-            return calls.attend(*inputs, **form)
-        if block is not None:
-            form |= {"branch": None, "places": places}
-        kernels, interpret = dispatch.kernels("row_attention", impl)
-        return kernels.attend(*inputs, **form, interpret=interpret)
+    inputs = heads, q_norm, k_norm, k_pages, v_pages, *angles
+    sees = where | {"branch": branch, "firsts": firsts, "scale": scale}
+    if impl == "native":
+        return calls.attend(*inputs, **sees, eps=eps)
+    if block is not None:
+        sees["branch"] = None  # All keys of a run lie at their positions.
+    if impl in dispatch.PALLAS:
+        sees["places"] = None if block is None else places
+        kernel = dispatch.kernel("row_attention", "attend")
+        return kernel(*inputs, **sees, eps=eps)
     K, H = k_pages.shape[2:]
     split = heads.reshape(heads.shape[0], -1, H)
     q, k, v = jnp.split(split, (split.shape[1] - 2 * K, split.shape[1] - K), axis=1)
-    turn = functools.partial(_turned, cos=cos, sin=sin, eps=eps)
+    turn = functools.partial(_turned, angles=angles, eps=eps)
     if by_head:
         turn = functools.partial(_each_turned, turn, K)
     q, k = turn(q, q_norm), turn(k, k_norm)
     at = where | {"positions": places}
     k_pages = page_write.page_write(k_pages, k, **at)
     v_pages = page_write.page_write(v_pages, v, **at)
-    if block is not None:
-        branch = None  # All keys of a run lie at their positions: one walk for all.
-    out = paged_attention.paged_attention(
-        q,
-        k_pages,
-        v_pages,
-        **where,
-        scale=scale,
-        branch=branch,
-        firsts=firsts,
-        by_head=by_head,
-    )
+    out = paged_attention.paged_attention(q, k_pages, v_pages, by_head=by_head, **sees)
     return out.reshape(out.shape[0], -1), k_pages, v_pages
 
 
@@ -114,10 +100,10 @@ def _each_turned(turn, parts, x, norm):
     return done.transpose(1, 0, 2, 3).reshape(R, heads, H)
 
 
-def _turned(x, norm, *, cos, sin, eps):
+def _turned(x, norm, *, angles, eps):
     """Norms and rotates heads `[R, heads, H]`."""
     normed = x if norm is None else rms_norm.rms_norm(x, norm, eps=eps)
-    return rope.rotate(normed, cos, sin)
+    return rope.rotate(normed, *angles)
 
 
 def _whole_runs(

@@ -121,11 +121,8 @@ def append_each(
       each `[num_rows]`, slot after slot. Later entries are unspecified.
     """
     if impl in dispatch.PALLAS and kv.counts is None:
-        shapes = counts.shape, (num_rows,), (num_rows,)
-        inputs = up_to, counts
-        kv, made = _by_kernel("append_each", kv, *inputs, impl=impl, shapes=shapes)
-        num_active, slots, positions = made
-        return kv, num_active, slots, positions
+        kernel = dispatch.kernel("allocation", "append_each")
+        return kernel(kv, up_to, counts, num_rows=num_rows)
     starts, asked = up_to - counts, counts > 0
     kv = kv.replace(refused=kv.refused | (asked & (starts != kv.length)))
     kv = reserve_each(kv, up_to, asked=asked)
@@ -157,7 +154,7 @@ def truncate_each(
       impl: of `dispatch`; those with kernels have one for all of this.
     """
     if impl in dispatch.PALLAS and kv.counts is None:
-        return _by_kernel("truncate_each", kv, new_len, asked, impl=impl)[0]
+        return dispatch.kernel("allocation", "truncate_each")(kv, new_len, asked)
     valid = asked & (new_len >= 0) & (new_len <= kv.length)
     if kv.counts is not None:
         valid &= ~jax.vmap(_cuts_shared, (None, 0, 0))(kv, kv.page_table, new_len)
@@ -245,29 +242,6 @@ def _in_turn(serve: Callable[[Any], Any], carry: Any, *, most: int) -> Any:
     if most == 1:
         return serve(carry)  # No loop to compile and to start.
     return jax.lax.while_loop(lambda carry: jnp.any(carry[-1] > 0), serve, carry)
-
-
-def _by_kernel(
-    name: str, kv: cache.PagedKV, *inputs: jax.Array, impl: str, shapes: tuple = ()
-) -> tuple[cache.PagedKV, list[jax.Array]]:
-    """Returns the cache after an operation of `pallas.allocation_triton`, and what else
-    it makes, int32 of these shapes."""
-    kernels, interpret = dispatch.kernels("allocation", impl)
-    fields = {name: getattr(kv, name) for name in kernels.Tables._fields}
-    fields["num_free"] = kv.num_free.reshape(1)
-    pages = kernels.Pages(kv.num_pages, kv.page_size, kv.has_shared_pool)
-    # Not of weak types, between which and a constant Triton's lowering cannot choose.
-    strong = [jax.lax.convert_element_type(x, x.dtype) for x in inputs]
-    tables, made = kernels.run(
-        getattr(kernels, name),
-        kernels.Tables(**fields),
-        *strong,
-        shapes=shapes,
-        pages=pages,
-        interpret=interpret,
-    )
-    changed = tables._asdict() | {"num_free": tables.num_free.reshape(())}
-    return kv.replace(**changed), made
 
 
 def _cuts_shared(kv: cache.PagedKV, row: jax.Array, new_len: jax.Array) -> jax.Array:

@@ -7,15 +7,12 @@ same. They change what they read, and so have a barrier before each change.
 XLA would launch a kernel for each of these scalars, and ask the host after each slot.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import attention_plan as plan, early_launch
+from spec_jax.pallas import launch
 
 
 class Tables(NamedTuple):
@@ -31,13 +28,12 @@ class Tables(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Static numbers of pages, and the barrier of the program's threads."""
+    """Numbers of pages, static but for the first slot."""
 
     number: int  # of pages; as an entry of a table, no page
     size: int  # positions of a page
     change_hands: bool  # else each slot has its pages for good
-    meet: Callable[[], Any] = lambda: None  # the barrier
-    first: Any = 0  # slot 0, after early_launch
+    first: jax.Array  # slot 0, after the next kernel may start
 
     def covering(self, length):
         """Returns `index.pages_for` of a length that is not negative."""
@@ -61,50 +57,59 @@ class Pages(NamedTuple):
             return carry
 
         jax.lax.fori_loop(0, count, copy, 0)
-        self.meet()
+        launch.meet()
         jax.lax.fori_loop(0, count, clear, 0)
 
 
-def run(
-    operation: Callable[..., None],
-    tables: Tables,
-    *inputs: jax.Array,
-    shapes: Sequence[tuple[int, ...]],
-    pages: Pages,
-    interpret: bool,
-) -> tuple[Tables, list[jax.Array]]:
-    """Returns the tables, updated in place, and the operation's int32 outputs."""
-    fields = len(tables)
-    outputs = [
-        *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tables),
-        *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes),
-    ]
-
-    def kernel(*refs):
-        # The operation uses the tables' output references: they alias the inputs.
-        given, made = refs[fields : -len(outputs)], refs[-len(outputs) :]
-        how = pages._replace(
-            meet=(lambda: None) if interpret else plt.debug_barrier,
-            first=early_launch.program(0, interpret=interpret),
-        )
-        operation(Tables(*made[:fields]), *given, *made[fields:], how)
-
-    inputs = *tables, *inputs
-    made = pl.pallas_call(
-        kernel,
-        grid=(1,),
-        in_specs=[plan.whole(x) for x in inputs],
-        out_specs=[plan.whole(x) for x in outputs],
-        out_shape=outputs,
-        input_output_aliases={i: i for i in range(fields)},
-        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
-        interpret=interpret,
-        name=operation.__name__,
-    )(*inputs)
-    return Tables(*made[:fields]), made[fields:]
-
-
 def append_each(
+    kv: Any,  # `cache.PagedKV`
+    up_to: jax.Array,  # [S]
+    counts: jax.Array,  # [S]
+    *,
+    num_rows: int,
+) -> tuple[Any, jax.Array, jax.Array, jax.Array]:
+    """Implements `allocator.append_each`. The tables are updated in place."""
+    shapes = counts.shape, (num_rows,), (num_rows,)
+    kv, made = _run(_append_each, kv, up_to, counts, shapes=shapes)
+    return kv, *made
+
+
+def truncate_each(kv: Any, new_lens: jax.Array, asked: jax.Array):
+    """Implements `allocator.truncate_each`, to `new_lens` `[S]` where `asked` `[S]`."""
+    return _run(_truncate_each, kv, new_lens, asked)[0]
+
+
+def _run(operation, kv, *inputs, shapes=()):
+    """Returns the cache after an operation, and its int32 results of `shapes`."""
+    tables = Tables(*(getattr(kv, field) for field in Tables._fields))
+    tables = tables._replace(num_free=kv.num_free.reshape(1))
+    # Not of weak types, between which and a constant Triton's lowering cannot choose.
+    strong = [jax.lax.convert_element_type(x, x.dtype) for x in inputs]
+
+    def kernel(tables, given, updated, made):
+        del tables  # They are `updated`, by aliases.
+        pages = Pages(
+            number=kv.num_pages,
+            size=kv.page_size,
+            change_hands=kv.has_shared_pool,
+            first=launch.program(0),
+        )
+        operation(updated, *given, *made, pages)
+
+    updated, made = launch.run(
+        kernel,
+        (tables, strong),
+        (tables, [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]),
+        grid=(1,),
+        num_warps=1,
+        aliases={i: i for i in range(len(tables))},
+        name=operation.__name__.lstrip("_"),
+    )
+    changed = updated._asdict() | {"num_free": updated.num_free.reshape(())}
+    return kv.replace(**changed), made
+
+
+def _append_each(
     tables: Tables,
     up_to,  # [S]
     counts,  # [S]
@@ -113,7 +118,7 @@ def append_each(
     positions,  # [R]
     pages: Pages,
 ) -> None:
-    """Implements `allocator.append_each`: each slot gets rows, and each row a place."""
+    """Gives each slot rows, and each row a place."""
     (S, M), (R,) = tables.page_table.shape, slots.shape
 
     def serve(slot, carry):
@@ -122,7 +127,7 @@ def append_each(
         end, count, length = up_to[slot], counts[slot], tables.length[slot]
         owned, refused = tables.num_owned[slot], tables.refused[slot]
         lacks = tables.out_of_pages[slot]
-        pages.meet()
+        launch.meet()
         start, asked = end - count, count > 0
         valid = asked & (end >= 0)
         wanted = pages.covering(jnp.where(valid, end, 0))
@@ -162,15 +167,13 @@ def append_each(
     jax.lax.fori_loop(num_rows, R, pad, 0)
 
 
-def truncate_each(tables: Tables, new_lens, asked, pages: Pages) -> None:
-    """Implements `allocator.truncate_each`, to `new_lens` `[S]` where `asked` `[S]`."""
-
+def _truncate_each(tables: Tables, new_lens, asked, pages: Pages) -> None:
     def cut(slot, num_free):
         """Cuts one slot; returns the number of free pages, the slot's included."""
         new_len, is_asked = new_lens[slot], asked[slot]
         length, owned = tables.length[slot], tables.num_owned[slot]
         refused = tables.refused[slot]
-        pages.meet()
+        launch.meet()
         valid = is_asked & (new_len >= 0) & (new_len <= length)
         tables.length[slot] = jnp.where(valid, new_len, length)
         tables.refused[slot] = refused | (is_asked & ~valid)

@@ -7,14 +7,12 @@ row's bits depend on its position alone. XLA would compute it in a fusion, whose
 depends on what surrounds it.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import attention_plan as plan, early_launch, slab
+from spec_jax.pallas import launch, slab
 
 
 def angles(
@@ -23,7 +21,6 @@ def angles(
     *,
     scale: float,
     dtype: jnp.dtype,
-    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns cosines and sines `[R, H / 2]` in `dtype`.
 
@@ -34,16 +31,15 @@ def angles(
     slab.check_shapes(positions=(positions, (R,)), inv_freq=(inv_freq, (half,)))
     inputs = positions, inv_freq.astype(jnp.float32)
     out = jax.ShapeDtypeStruct((R, half), dtype)
-    return pl.pallas_call(
-        functools.partial(_kernel, scale=scale, interpret=interpret),
+    return launch.run(
+        _kernel,
+        inputs,
+        (out, out),
         grid=(R,),
-        in_specs=[plan.whole(x) for x in inputs],
-        out_specs=(plan.whole(out), plan.whole(out)),
-        out_shape=(out, out),
-        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
-        interpret=interpret,
+        num_warps=1,
         name="row_angles",
-    )(*inputs)
+        scale=scale,
+    )
 
 
 def _kernel(
@@ -53,9 +49,8 @@ def _kernel(
     sin_ref,  # [R, H / 2]
     *,
     scale: float,
-    interpret: bool,
 ):
-    row, half = early_launch.program(0, interpret=interpret), inv_freq_ref.shape[0]
+    row, half = launch.program(0), inv_freq_ref.shape[0]
     lane = jnp.arange(pl.next_power_of_2(half), dtype=jnp.int32)
     inside = lane < half
     inv_freq = plt.load(inv_freq_ref.at[lane], mask=inside, other=0.0)

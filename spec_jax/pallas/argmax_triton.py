@@ -7,14 +7,12 @@ zeros are one value: nothing is rounded, and the order of comparisons does not m
 Programs of padding rows read no logits.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import early_launch
+from spec_jax.pallas import launch
 
 
 CHUNK = 4096  # logits of one program of the first kernel
@@ -24,14 +22,19 @@ NAN = 0x7FFFFFFF  # above every number: infinity is 0x7F800000
 NOTHING = -0x80000000  # below every number; also the bits of minus zero
 
 
-def _ordered(x: jax.Array) -> jax.Array:
-    """Returns integers that compare as the floats of `x` do, NaN above all."""
-    x = x.astype(jnp.float32)
+def rank(x: jax.Array) -> jax.Array:
+    """Returns integers that compare as the float32 numbers of `x` do; NaN has any."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     # Minus zero equals zero. A comparison of floats would not do: XLA on a CPU takes
     # denormals for zeros.
     bits = jnp.where(bits == NOTHING, 0, bits)
-    ordered = jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return jnp.where(bits < 0, bits ^ NAN, bits)
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """Returns integers that compare as the floats of `x` do, NaN above all."""
+    x = x.astype(jnp.float32)
+    ordered = rank(x)
     return jnp.where(x != x, NAN, ordered)
 
 
@@ -49,9 +52,8 @@ def _chunk_kernel(
     index_ref,  # [1, 1] int32
     *,
     width: int,
-    interpret: bool,
 ):
-    chunk = early_launch.released(pl.program_id(1), interpret=interpret)[:, None]
+    chunk = launch.released(pl.program_id(1))[:, None]
     indices = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)[None, :]
     inside = indices < width
 
@@ -69,9 +71,8 @@ def _row_kernel(
     out_ref,  # [1, 1] int32
     *,
     num_chunks: int,
-    interpret: bool,
 ):
-    row = early_launch.released(pl.program_id(0), interpret=interpret)[:, None]
+    row = launch.released(pl.program_id(0))[:, None]
     is_active = row < num_active_ref[0]
     inside = (jnp.arange(key_ref.shape[1])[None, :] < num_chunks) & is_active
     keys = plt.load(key_ref.at[...], mask=inside, other=NOTHING)
@@ -84,7 +85,6 @@ def argmax(
     logits: jax.Array,  # [R, V] float32 or bfloat16
     *,
     num_active: jax.Array,  # [] int32
-    interpret: bool = False,
 ) -> jax.Array:  # [R] int32
     """Returns the index of each active row's largest logit, or of its first NaN.
 
@@ -105,28 +105,27 @@ def argmax(
     num_chunks, num_active = pl.cdiv(V, CHUNK), num_active.reshape(1)
     partial = jax.ShapeDtypeStruct((R, num_chunks), jnp.int32)
     one = pl.BlockSpec((1, 1), lambda r, c: (r, c))
-    keys, indices = pl.pallas_call(
-        functools.partial(_chunk_kernel, width=V, interpret=interpret),
-        grid=(R, num_chunks),
-        in_specs=[
-            pl.BlockSpec((1,), lambda r, c: (0,)),
-            pl.BlockSpec((1, CHUNK), lambda r, c: (r, c)),
-        ],
+    number = launch.whole(num_active)
+    keys, indices = launch.run(
+        _chunk_kernel,
+        (num_active, logits),
+        (partial, partial),
+        in_specs=[number, pl.BlockSpec((1, CHUNK), lambda r, c: (r, c))],
         out_specs=(one, one),
-        out_shape=(partial, partial),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        grid=(R, num_chunks),
         name="argmax_chunks",
-        interpret=interpret,
-    )(num_active, logits)
+        width=V,
+    )
     chunks = pl.BlockSpec((1, pl.next_power_of_2(num_chunks)), lambda r: (r, 0))
-    out = pl.pallas_call(
-        functools.partial(_row_kernel, num_chunks=num_chunks, interpret=interpret),
-        grid=(R,),
-        in_specs=[pl.BlockSpec((1,), lambda r: (0,)), chunks, chunks],
+    out = launch.run(
+        _row_kernel,
+        (num_active, keys, indices),
+        jax.ShapeDtypeStruct((R, 1), jnp.int32),
+        in_specs=[number, chunks, chunks],
         out_specs=pl.BlockSpec((1, 1), lambda r: (r, 0)),
-        out_shape=jax.ShapeDtypeStruct((R, 1), jnp.int32),
-        compiler_params=plt.CompilerParams(num_warps=1, num_stages=1),
+        grid=(R,),
+        num_warps=1,
         name="argmax_rows",
-        interpret=interpret,
-    )(num_active, keys, indices)
+        num_chunks=num_chunks,
+    )
     return out[:, 0]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from spec_jax.pallas import slab
+from spec_jax.pallas import launch
 
 
 MAX_HEAD = 256
@@ -25,7 +25,7 @@ class Config:
     num_stages: int = 3
 
 
-def default_config(head_dim: int, dtype: jnp.dtype, *, interpret: bool) -> Config:
+def default_config(head_dim: int, dtype: jnp.dtype) -> Config:
     """Returns the plan; it may depend on nothing but the size and dtype of heads."""
     config = Config()
     head_bytes = head_dim * jnp.dtype(dtype).itemsize
@@ -33,7 +33,8 @@ def default_config(head_dim: int, dtype: jnp.dtype, *, interpret: bool) -> Confi
         config = dataclasses.replace(config, block=32)
     if head_bytes > 512:  # Products of wide float32 heads would spill registers.
         config = dataclasses.replace(config, block=16, num_warps=8)
-    if interpret:  # Each program costs a copy of the pool; one computes the same bits.
+    if launch.is_interpreted():
+        # Each program costs a copy of the pool; one computes the same bits.
         config = dataclasses.replace(config, programs=1)
     return config
 
@@ -85,31 +86,3 @@ def check_pools(x: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> None:
         raise ValueError(f"keys {k_pages.shape} against values {v_pages.shape}")
     if k_pages.size >= 2**31:
         raise NotImplementedError(f"{k_pages.size} elements of a pool: below 2**31")
-
-
-def check_heads(
-    heads, k_pages, q_norm, k_norm, cos, sin, slots, positions, num_active
-) -> int:
-    """Returns the number of query heads; raises `ValueError` if shapes do not fit."""
-    _, _, K, H = k_pages.shape
-    R = heads.shape[0]
-    N = heads.shape[1] // H - 2 * K
-    if N < 1 or N % K:
-        raise ValueError(f"{N} query heads for {K} key/value heads")
-    slab.check_shapes(
-        heads=(heads, (R, (N + 2 * K) * H)),
-        cos=(cos, (R, H // 2)),
-        sin=(sin, (R, H // 2)),
-        slots=(slots, (R,)),
-        positions=(positions, (R,)),
-        num_active=(num_active, ()),
-    )
-    for norm in (q_norm, k_norm):
-        if norm is not None:
-            slab.check_shapes(norm=(norm, (H,)))
-    return N
-
-
-def whole(array: jax.Array | jax.ShapeDtypeStruct) -> pl.BlockSpec:
-    """Passes the whole array to every program, as a pointer."""
-    return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim)

@@ -7,7 +7,7 @@ is exact in any order. It is scaled, rounded, and added to a float32 sum, first 
 last: the bits of the portable native kernels, and no splits of K. A program reads 34
 bytes for each output and block. Triton copies values to shared memory ahead, but not
 scales: the code loads these one turn of the loop ahead, and turns are long to hide the
-wait. (Two turns ahead would stop the copies of values.) See `gemm_kernel_triton`.
+wait. (Two turns ahead would stop the copies of values.)
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import byte_rows_triton as byte_rows, slab
+from spec_jax.pallas import byte_rows_triton as byte_rows, launch, slab
 
 
 Bytes = tuple[jax.Array, jax.Array]
@@ -50,33 +50,36 @@ def by_parts(w: Bytes, parts: int) -> Bytes:
     )
 
 
-def part_specs(w: Bytes, part: int, block_n: int) -> tuple[pl.BlockSpec, ...]:
-    """Returns a program's outputs in one part of the weights, with all of K."""
-    values, scales = (x.shape[0] for x in w)
-    return (
-        pl.BlockSpec(
-            (values, None, block_n, byte_rows.BLOCK), lambda r, n, s: (0, part, n, 0)
-        ),
-        pl.BlockSpec((scales, None, block_n), lambda r, n, s: (0, part, n)),
-    )
+def specs(x: Bytes, w: Bytes, height: int, plan: Any) -> tuple[Any, list[Any]]:
+    """Returns a program's rows, and of each part of the weights its outputs.
 
+    Args:
+      x: a result of `byte_rows_triton.round_rows`.
+      w: a result of `by_parts`.
+    """
+    (count, num_parts), pairs, block_n = w[0].shape[:2], w[1].shape[0], plan.block_n
 
-def row_specs(x: Bytes, height: int) -> tuple[pl.BlockSpec, ...]:
-    """Returns a program's rows; `x` is a result of `byte_rows_triton.round_rows`."""
-    count = x[0].shape[0]
-    return (
+    def of_part(part):
+        values = count, None, block_n, byte_rows.BLOCK
+        return (
+            pl.BlockSpec(values, lambda r, n, s: (0, part, n, 0)),
+            pl.BlockSpec((pairs, None, block_n), lambda r, n, s: (0, part, n)),
+        )
+
+    rows = (
         pl.BlockSpec((count, height, byte_rows.BLOCK), lambda r, n, s: (0, r, 0)),
         pl.BlockSpec((count, height), lambda r, n, s: (0, r)),
     )
+    return rows, [of_part(part) for part in range(num_parts)]
 
 
-def sums(refs, walk, rows, in_columns) -> list[tuple[jax.Array, ...]]:
-    """Returns sums as `gemm_kernel_triton._sums` does, for weights of eight bits."""
+def sums(refs, plan, rows, in_columns) -> list[tuple[jax.Array, ...]]:
+    """Returns sums as `skinny_gemm_triton._sums` does, for weights of eight bits."""
     num_pairs = refs.weights[0][1].shape[0]
     # Shorter turns for several tiles: as much code. No bit depends on `step`.
-    step = max(walk.plan.block_k // PAIR // len(rows), 1)
+    step = max(plan.block_k // PAIR // len(rows), 1)
     turns = num_pairs // step
-    add = functools.partial(_add_pair, refs, walk, rows, in_columns)
+    add = functools.partial(_add_pair, refs, rows, in_columns)
 
     def words_of(pair):
         return [_vector(scales.at[pair, :], in_columns) for _, scales in refs.weights]
@@ -94,7 +97,7 @@ def sums(refs, walk, rows, in_columns) -> list[tuple[jax.Array, ...]]:
             sums = add(turn * step + pair, words[pair], sums)
         return sums, later
 
-    zeros = jnp.zeros((slab.ROWS, walk.plan.block_n), jnp.float32)
+    zeros = jnp.zeros((slab.ROWS, plan.block_n), jnp.float32)
     sums = ((zeros,) * len(refs.weights),) * len(rows)
     if turns:
         start = sums, words_ahead(jnp.int32(0))
@@ -104,7 +107,7 @@ def sums(refs, walk, rows, in_columns) -> list[tuple[jax.Array, ...]]:
     return list(sums)
 
 
-def _add_pair(refs, walk, rows, in_columns, pair, words, sums):
+def _add_pair(refs, rows, in_columns, pair, words, sums):
     """Adds two blocks, whose scales are `words`, to each sum of each of `rows`."""
     for half in range(2):
         block, added = 2 * pair + half, []
@@ -119,7 +122,7 @@ def _add_pair(refs, walk, rows, in_columns, pair, words, sums):
             of_row = _vector(refs.x[1].at[block, at], is_active)[:, None]
             added.append(
                 tuple(
-                    _added(total, x, w, of_row * column, interpret=walk.interpret)
+                    _added(total, x, w, of_row * column)
                     for total, w, column in zip(parts, weights, columns, strict=True)
                 )
             )
@@ -137,11 +140,11 @@ def _float16(word: jax.Array) -> jax.Array:
     return half.astype(jnp.float32)
 
 
-def _added(total, x, w, scale, *, interpret) -> jax.Array:
+def _added(total, x, w, scale) -> jax.Array:
     """Returns `total + (x w^T) * scale` of integers `x`, `w`; rounds each operation."""
     over = (((1,), (1,)), ((), ()))
     whole = jax.lax.dot_general(x, w, over, preferred_element_type=jnp.int32)
     product = whole.astype(jnp.float32) * scale
-    if interpret:  # Else XLA on a CPU leaves some products unrounded.
+    if launch.is_interpreted():  # Else XLA on a CPU leaves some products unrounded.
         product = jnp.where(whole > _MORE, 0.0, product)
     return total + product

@@ -6,14 +6,12 @@ rounded to nearest, ties to even. One program owns `BLOCKS` blocks of a row, rea
 once, 64 bytes each, and writes 36. Programs of padding rows read nothing.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import attention_plan as plan, early_launch
+from spec_jax.pallas import launch
 
 
 BLOCK = 32  # values that share a scale
@@ -25,7 +23,6 @@ def round_rows(
     x: jax.Array,  # [R, K], of whole slabs
     *,
     num_active: jax.Array,  # [] int32
-    interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns integers int8 `[2 P, R, 32]` and scales float32 `[2 P, R]`.
 
@@ -38,17 +35,10 @@ def round_rows(
         jax.ShapeDtypeStruct((count, R, BLOCK), jnp.int8),
         jax.ShapeDtypeStruct((count, R), jnp.float32),
     )
-    given = num_active.reshape(1), x
-    return pl.pallas_call(
-        functools.partial(_kernel, num_terms=K, interpret=interpret),
-        grid=(R, pl.cdiv(count, BLOCKS)),
-        in_specs=[plan.whole(each) for each in given],
-        out_specs=[plan.whole(each) for each in results],
-        out_shape=results,
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-        name="byte_rows",
-        interpret=interpret,
-    )(*given)
+    inputs, grid = (num_active.reshape(1), x), (R, pl.cdiv(count, BLOCKS))
+    return launch.run(
+        _kernel, inputs, results, grid=grid, name="byte_rows", num_terms=K
+    )
 
 
 def num_blocks(K: int) -> int:
@@ -63,12 +53,10 @@ def _kernel(
     scales_ref,  # [2 P, R]
     *,
     num_terms: int,
-    interpret: bool,
 ):
-    row = early_launch.program(0, interpret=interpret)
+    row = launch.program(0)
     block = pl.program_id(1) * BLOCKS + jnp.arange(BLOCKS)[:, None]
     lane = jnp.arange(BLOCK)[None, :]
-    once = functools.partial(_exact, interpret=interpret)
 
     @pl.when(row < num_active_ref[0])
     def _():
@@ -77,11 +65,11 @@ def _kernel(
         x = x.astype(jnp.float32)
         is_finite = jnp.abs(x) < jnp.inf
         most = jnp.max(jnp.where(is_finite, jnp.abs(x), jnp.inf), axis=1, keepdims=True)
-        inverse = once("div.rn.f32 $0, 0f42FE0000, $1;", lambda m: _MOST / m, most)
+        inverse = _exact("div.rn.f32 $0, 0f42FE0000, $1;", lambda m: _MOST / m, most)
         inverse = jnp.where(most > _LEAST, inverse, 0.0)
-        scale = once("div.rn.f32 $0, $1, 0f42FE0000;", _share, most)
+        scale = _exact("div.rn.f32 $0, $1, 0f42FE0000;", _share, most)
         scale = jnp.where(most < jnp.inf, scale, jnp.nan)
-        nearest = once(
+        nearest = _exact(
             "cvt.rni.s32.f32 $0, $1;",
             lambda v: jnp.round(v).astype(jnp.int32),
             jnp.where(is_finite, x * inverse, 0.0),
@@ -100,14 +88,14 @@ def _share(most: jax.Array) -> jax.Array:
     return most / jnp.where(most < 0, most, _MOST)
 
 
-def _exact(code: str, meaning, x: jax.Array, *, interpret, dtype=jnp.float32):
+def _exact(code: str, meaning, x: jax.Array, *, dtype=jnp.float32):
     """Applies an instruction that Triton lacks: exact division, rounding to integers.
 
     Args:
       code: an instruction of PTX, `$0` its result.
       meaning: the same as a function of jax, for interpret mode.
     """
-    if interpret:
+    if launch.is_interpreted():
         return meaning(x)
     (y,) = plt.elementwise_inline_asm(
         code,

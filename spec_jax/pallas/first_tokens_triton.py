@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import attention_plan as plan, early_launch, slab
+from spec_jax.pallas import argmax_triton, launch
 
 
 CHUNK, LANES = 2048, 256  # tokens of a program; tokens of one of its loads
@@ -51,7 +51,7 @@ class Search(NamedTuple):
     """The state of a search, for rows that ask: arrays, or references to them."""
 
     last: Any  # [R] int32, `Kept.last` as far as it is known
-    cut: Any  # [R] int32, `span - Kept.end` as far as it is known
+    cut: Any  # [R] int32, `_span - Kept.end` as far as it is known
     wanted: Any  # [R] float32, the least weight of the tokens kept
     sums: Any  # [R, WAYS, chunks] float32, the last launch's weights
 
@@ -62,8 +62,7 @@ class Rows(NamedTuple):
     logits: Any  # [R, V] float32 or bfloat16
     highest: Any  # [R], each row's largest logit
     temperature: Any  # [R] float32
-    last: Any  # [R] int32, `Kept` of the filter before
-    end: Any  # [R] int32
+    kept: Kept  # of the filter before
     target: Any  # [R] int32: number of tokens; or float32: share of the mass
     asked: Any  # int32 [max(R, 2)]: which rows ask
 
@@ -71,42 +70,35 @@ class Rows(NamedTuple):
 def first_tokens(
     logits: jax.Array,  # [R, V] float32 or bfloat16
     highest: jax.Array,  # [R], each row's largest logit
-    *,
-    temperature: jax.Array,  # [R] float32, not 0 where a row draws with a top-p
-    top_k: jax.Array,  # [R] int32
-    top_p: jax.Array,  # [R] float32
+    settings: Any,  # `sampling.SamplingSettings` with leaves [R]
     draws: jax.Array,  # [R] bool
-    interpret: bool,
 ) -> Kept:
     """Returns what top-k and then top-p keep of each row that draws; others keep all.
 
     Raises:
-      ValueError: rows of no or too many logits, or settings of another shape.
+      ValueError: rows of no or too many logits.
     """
     R, V = logits.shape
     if not 0 < V < MAX_VOCABULARY:
         raise ValueError(f"rows of {V} logits are not in 1..{MAX_VOCABULARY - 1}")
-    rows = {"highest": highest, "temperature": temperature, "top_k": top_k}
-    rows |= {"top_p": top_p, "draws": draws}
-    slab.check_shapes(**{name: (array, (R,)) for name, array in rows.items()})
-    kept = Kept(jnp.full((R,), _LOWEST), jnp.full((R,), span(V)))
+    kept = Kept(jnp.full((R,), _LOWEST), jnp.full((R,), _span(V)))
+    top_k, top_p = settings.top_k, settings.top_p
     filters = (top_k, draws & (top_k < V)), (top_p, draws & (top_p < 1))
     for is_mass, (target, asked) in enumerate(filters):
-        inputs = Rows(
-            logits, highest, temperature, *kept, target, programs_that_draw(asked)
-        )
-        kept = _search(inputs, asked, is_mass=bool(is_mass), interpret=interpret)
+        programs = programs_that_draw(asked)
+        rows = Rows(logits, highest, settings.temperature, kept, target, programs)
+        kept = _search(rows, asked, is_mass=bool(is_mass))
     return kept
 
 
-def _search(rows, asked, *, is_mass, interpret):
+def _search(rows, asked, *, is_mass):
     """Searches for the fewest first tokens that weigh enough; returns their `Kept`.
 
     Args:
       asked: the rows that ask for it, `[R]` bool; others keep what they kept.
     """
     R, V = rows.logits.shape
-    kept = Kept(rows.last, rows.end)
+    kept = rows.kept
     # The first launch ignores these values: only shapes and dtypes matter.
     start = Search(
         last=kept.last,
@@ -116,8 +108,7 @@ def _search(rows, asked, *, is_mass, interpret):
     )
 
     # Traced and lowered once, not once for each launch; XLA inlines it.
-    launch = functools.partial(_launch, is_mass=is_mass, interpret=interpret)
-    once = jax.jit(launch)
+    once = jax.jit(functools.partial(_launch, is_mass=is_mass))
 
     def run():
         """Narrows the bounds of the rows that ask, launch by launch."""
@@ -128,44 +119,42 @@ def _search(rows, asked, *, is_mass, interpret):
         # The last launch settles what the one before it weighed.
         num_passes = _RANK_PASSES + 1 + is_mass * _index_passes(V)
         # On a GPU a loop would ask the host at each turn whether to go on.
-        how = {"unroll": not interpret}
-        found = jax.lax.fori_loop(0, num_passes, narrow, start, **how)
+        unroll = not launch.is_interpreted()
+        found = jax.lax.fori_loop(0, num_passes, narrow, start, unroll=unroll)
         return Kept(
             last=jnp.where(asked, found.last, kept.last),
-            end=jnp.where(asked, span(V) - found.cut, kept.end),
+            end=jnp.where(asked, _span(V) - found.cut, kept.end),
         )
 
     return jax.lax.cond(jnp.any(asked), run, lambda: kept)
 
 
-def _launch(number, rows: Rows, search: Search, *, is_mass, interpret):
+def _launch(number, rows: Rows, search: Search, *, is_mass):
     """Returns the search after launch `number [1]` int32, from 0."""
-    call = pl.pallas_call(
-        functools.partial(_kernel, is_mass=is_mass, interpret=interpret),
+    (found,) = launch.run(
+        _kernel,
+        (number, rows, search),
+        (search,),
         grid=(*rows.asked.shape, search.sums.shape[2]),
-        in_specs=[plan.whole(x) for x in (number, *rows, *search)],
-        out_specs=[plan.whole(x) for x in search],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in search],
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
         name="sampling_top_p" if is_mass else "sampling_top_k",
+        is_mass=is_mass,
     )
-    return Search(*call(number, *rows, *search))
+    return found
 
 
 def _kernel(
     number_ref,  # [1] int32, the number of the launch
-    *refs,  # `Rows`, `Search` before this launch, and after it
+    rows: Rows,
+    before: Search,
+    after: Search,  # this launch
+    *,
     is_mass: bool,
-    interpret: bool,
 ):
-    rows = Rows(*refs[:7])
-    before, after = Search(*refs[7:11]), Search(*refs[11:])
     row, chunk = pl.program_id(0), pl.program_id(1)
     width = rows.logits.shape[1]
     way = jnp.arange(WAYS, dtype=jnp.int32)[:, None]
 
-    @pl.when(rows.asked[early_launch.program(0, interpret=interpret)] != 0)
+    @pl.when(rows.asked[launch.program(0)] != 0)
     def _():
         number, target = number_ref[0], rows.target[row]
         last, cut, wanted = _settle(
@@ -177,12 +166,12 @@ def _kernel(
             after.last[row], after.cut[row] = last, cut
             after.wanted[row] = wanted
 
-        bounds = thresholds(way, number, last, cut, width=width)
+        bounds = _thresholds(way, number, last, cut, width)
         highest, temperature = (
             rows.highest[row].astype(jnp.float32),
             rows.temperature[row],
         )
-        kept = rows.last[row], rows.end[row]
+        kept = rows.kept.last[row], rows.kept.end[row]
         lane = jnp.arange(LANES, dtype=jnp.int32)[None, :]
 
         def add(block, sums):
@@ -190,9 +179,9 @@ def _kernel(
             inside = index < width
             logits = plt.load(rows.logits.at[row, index], mask=inside, other=-jnp.inf)
             logits = logits.astype(jnp.float32)
-            ranks = rank(logits)
-            weights = weights_of(logits, highest, temperature, is_mass=is_mass)
+            ranks, weights = argmax_triton.rank(logits), jnp.ones_like(logits)
             if is_mass:
+                weights = jnp.exp((logits - highest) / temperature)
                 inside &= is_kept(ranks, index, *kept)
             weighs = inside & is_kept(ranks, index, *bounds)
             return sums + jnp.where(weighs, weights, 0.0)
@@ -205,17 +194,24 @@ def _kernel(
 
 def _settle(before, row, way, target, *, is_mass, number, width):
     """Returns a row's bounds and wanted weight after launch `number`; -1: at start."""
-    last, cut = begun(number, before.last[row], before.cut[row])
+    last, cut = before.last[row], before.cut[row]
+    # Triton's lowering may turn a Python number into one bit.
+    lowest, zero = jnp.int32(_LOWEST), jnp.int32(0)
+    last = jnp.where(number < 0, lowest, last)
+    cut = jnp.where(number < 0, zero, cut)
     num_chunks = before.sums.shape[2]
     column = jnp.arange(pl.next_power_of_2(num_chunks), dtype=jnp.int32)[None, :]
     places = before.sums.at[row, way, column]
     parts = plt.load(places, mask=column < num_chunks, other=0.0)
     sums = jnp.sum(parts, axis=1, keepdims=True)
     total = jnp.sum(jnp.where(way == 0, sums, 0.0))
-    begins = wanted_of(target, total, is_mass=is_mass)
+    # The least weight of the kept tokens, given that of all.
+    begins = target * total if is_mass else target.astype(jnp.float32)
     wanted = jnp.where(number == 0, begins, before.wanted[row])
     enough = jnp.maximum(jnp.sum((sums >= wanted).astype(jnp.int32)) - 1, 0)
-    return *settled(number, last, cut, enough, width=width), wanted
+    steps, is_rank = enough * _step(number, width), number < _RANK_PASSES
+    last += jnp.where((number >= 0) & is_rank, steps, zero)
+    return last, cut + jnp.where(is_rank, zero, steps), wanted
 
 
 def programs_that_draw(draws: jax.Array) -> jax.Array:  # [R] bool
@@ -228,61 +224,27 @@ def programs_that_draw(draws: jax.Array) -> jax.Array:  # [R] bool
     return jnp.pad(draws.astype(jnp.int32), (0, missing))
 
 
-def rank(logits: jax.Array) -> jax.Array:
-    """Returns integers in the order of the float32 logits; both zeros have one."""
-    as_int = jax.lax.bitcast_convert_type(logits, jnp.int32)
-    as_int = jnp.where(as_int == _LOWEST, 0, as_int)  # minus zero
-    return jnp.where(as_int < 0, as_int ^ jnp.int32(2**31 - 1), as_int)
-
-
 def is_kept(ranks: jax.Array, index: jax.Array, last: jax.Array, end: jax.Array):
     """Returns which tokens are in `Kept(last, end)`."""
     return (ranks > last) | ((ranks == last) & (index < end))
 
 
-def thresholds(way, number, last, cut, *, width: int):
+def _thresholds(way, number, last, cut, width):
     """Returns the `Kept` that launch `number` weighs for each `way`."""
     is_rank = number < _RANK_PASSES
-    steps = way * step(number, width)
+    steps = way * _step(number, width)
     lasts = jnp.where(is_rank, last + steps, last)
-    return lasts, span(width) - jnp.where(is_rank, 0, cut + steps)
+    return lasts, _span(width) - jnp.where(is_rank, 0, cut + steps)
 
 
-def begun(number, last, cut):
-    """Returns the bounds known when launch `number` has weighed; -1: no launch has."""
-    # Triton's lowering may turn a Python number into one bit.
-    lowest, zero = jnp.int32(_LOWEST), jnp.int32(0)
-    return jnp.where(number < 0, lowest, last), jnp.where(number < 0, zero, cut)
-
-
-def settled(number, last, cut, way, *, width: int):
-    """Returns the bounds if `way` is the last that weighed enough in that launch."""
-    zero = jnp.int32(0)
-    steps, is_rank = way * step(number, width), number < _RANK_PASSES
-    last += jnp.where((number >= 0) & is_rank, steps, zero)
-    return last, cut + jnp.where(is_rank, zero, steps)
-
-
-def wanted_of(target, total, *, is_mass: bool):
-    """Returns the least weight of the kept tokens, float32, given that of all."""
-    return target * total if is_mass else target.astype(jnp.float32)
-
-
-def weights_of(logits, highest, temperature, *, is_mass: bool):
-    """Returns the weight of each token: 1, or its unnormalised probability."""
-    if not is_mass:
-        return jnp.ones_like(logits)
-    return jnp.exp((logits - highest) / temperature)
-
-
-def step(number: jax.Array, width: int) -> jax.Array:
+def _step(number: jax.Array, width: int) -> jax.Array:
     """Returns the distance between the thresholds of a launch."""
     ends = jnp.int32(_RANK_PASSES), jnp.int32(_RANK_PASSES + _index_passes(width))
     after = jnp.where(number < _RANK_PASSES, *ends)
     return jnp.int32(1) << (BITS * jnp.maximum(after - 1 - number, 0))
 
 
-def span(width: int) -> int:
+def _span(width: int) -> int:
     """Returns the largest `Kept.end`, which cuts no token."""
     return 2 ** (BITS * _index_passes(width))
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import attention_plan as plan
+from spec_jax.pallas import attention_plan as plan, launch, slab
 
 
 class Heads(NamedTuple):
@@ -61,41 +61,47 @@ def write_rows(
     refs: Heads,
     k_ref: Any,  # [P * C, K, H]
     v_ref: Any,  # [P * C, K, H]
+    stored_at_ref: Any,  # [R] int32, tokens of the pool; negative: nowhere
     *,
     kv_head: jax.Array,  # [] int32
-    rows: jax.Array,  # [n] int32
-    tokens: jax.Array,  # [n] int32
-    is_stored: jax.Array,  # [n] bool
+    has_jobs: jax.Array,  # [] bool
     lay: plan.Layout,
     eps: float,
 ) -> None:
-    """Stores the turned keys and the values of one head at the `tokens` of the pool.
+    """Stores the rows' turned keys and values of one head if the program has jobs.
 
-    All rows that exist are read, so that no load waits for `is_stored`.
+    All rows that exist are read, so that no load waits for what is stored.
     """
-    num_kv, is_row = k_ref.shape[1], rows < refs.heads.shape[0]
-    key_head = num_kv * lay.group + kv_head
-    column = jnp.arange(lay.width, dtype=jnp.int32)[None, :]
-    inside = column < lay.head_dim
-    source = refs.heads.at[rows[:, None], key_head + num_kv, column]
-    value = plt.load(source, mask=is_row[:, None] & inside, other=0.0)
-    keys = turned(
-        refs,
-        refs.k_norm,
-        rows=rows,
-        heads=jnp.broadcast_to(key_head, rows.shape),
-        mask=is_row,
-        lay=lay,
-        eps=eps,
-    )
-    # Rows that are not stored point past the pool, and so at no other row's place.
-    at = jnp.where(is_stored, tokens, k_ref.shape[0])[:, None]
-    half, stored = lay.head_dim // 2, is_stored[:, None]
-    lane = jnp.arange(lay.half_width, dtype=jnp.int32)[None, :]
-    for start, part in zip((0, half), keys, strict=True):
-        place = k_ref.at[at, kv_head, lane + start]
-        plt.store(place, part, mask=stored & (lane < half))
-    plt.store(v_ref.at[at, kv_head, column], value, mask=stored & inside)
+    num_kv, half, R = k_ref.shape[1], lay.head_dim // 2, refs.heads.shape[0]
+    group = jnp.arange(slab.ROWS, dtype=jnp.int32)
+    group = launch.released(0) + group
+    for first_row in range(0, R, slab.ROWS):
+        rows = first_row + group
+        is_row = rows < R
+        tokens = plt.load(stored_at_ref.at[rows], mask=is_row, other=-1)
+        is_stored = (tokens >= 0) & has_jobs
+        key_head = num_kv * lay.group + kv_head
+        column = jnp.arange(lay.width, dtype=jnp.int32)[None, :]
+        inside = column < lay.head_dim
+        source = refs.heads.at[rows[:, None], key_head + num_kv, column]
+        value = plt.load(source, mask=is_row[:, None] & inside, other=0.0)
+        keys = turned(
+            refs,
+            refs.k_norm,
+            rows=rows,
+            heads=jnp.broadcast_to(key_head, rows.shape),
+            mask=is_row,
+            lay=lay,
+            eps=eps,
+        )
+        # Rows that are not stored point past the pool, and so at no other row's place.
+        at = jnp.where(is_stored, tokens, k_ref.shape[0])[:, None]
+        stored = is_stored[:, None]
+        lane = jnp.arange(lay.half_width, dtype=jnp.int32)[None, :]
+        for start, part in zip((0, half), keys, strict=True):
+            place = k_ref.at[at, kv_head, lane + start]
+            plt.store(place, part, mask=stored & (lane < half))
+        plt.store(v_ref.at[at, kv_head, column], value, mask=stored & inside)
 
 
 def _norm_and_rotate(x, weights, turn, head_dim, eps, dtype):

@@ -10,7 +10,6 @@ is elementwise: a token's noise depends on seed, position and the token alone. P
 written.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -18,12 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import (
-    attention_plan as plan,
-    early_launch,
-    first_tokens_triton as order,
-    slab,
-)
+from spec_jax.pallas import argmax_triton, first_tokens_triton as order, launch, slab
 
 
 CHUNK = 1024  # tokens of a program
@@ -37,8 +31,7 @@ class Rows(NamedTuple):
 
     logits: Any  # [R, V] float32 or bfloat16
     highest: Any  # [R], each row's largest logit
-    last: Any  # [R] int32, `first_tokens_triton.Kept`
-    end: Any  # [R] int32
+    kept: order.Kept
     temperature: Any  # [R] float32
     min_p: Any  # [R] float32
     seeds: Any  # [R] uint32
@@ -47,82 +40,69 @@ class Rows(NamedTuple):
 
 
 def noisy_weights(
-    *rows, interpret: bool, with_noise: bool = True, **settings
+    logits: jax.Array,  # [R, V] float32 or bfloat16
+    highest: jax.Array,  # [R], each row's largest logit
+    settings: Any,  # `sampling.SamplingSettings` with leaves [R]
+    positions: jax.Array,  # [R] int32, of the tokens to be drawn
+    draws: jax.Array,  # [R] bool
+    *,
+    with_noise: bool,
 ) -> jax.Array:
     """Returns the noisy log weights `[R, V]` float32 of the rows that draw.
 
     Other rows are uninitialised. Rows of temperature 0 have their logits, unchanged.
-    Takes the arguments of `_rows_of` and raises its errors.
-    """
-    inputs = _rows_of(*rows, **settings)
-    out = jax.ShapeDtypeStruct(inputs.logits.shape, jnp.float32)
-    return pl.pallas_call(
-        functools.partial(_kernel, with_noise=with_noise, interpret=interpret),
-        grid=(*inputs.draws.shape, pl.cdiv(out.shape[1], CHUNK)),
-        in_specs=[plan.whole(x) for x in inputs],
-        out_specs=plan.whole(out),
-        out_shape=out,
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
-        name="sampling_noisy_weights" if with_noise else "sampling_log_weights",
-    )(*inputs)
-
-
-def _kernel(*refs, with_noise, interpret):
-    *rows, out_ref = refs
-    refs = Rows(*rows)
-    row, chunk = pl.program_id(0), pl.program_id(1)
-
-    @pl.when(refs.draws[early_launch.program(0, interpret=interpret)] != 0)
-    def _():
-        index = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
-        inside = index < refs.logits.shape[1]
-        logits = plt.load(refs.logits.at[row, index], mask=inside, other=-jnp.inf)
-        logits = logits.astype(jnp.float32)
-        noisy = _noisy(logits, index, row, refs, with_noise=with_noise)
-        plt.store(out_ref.at[row, index], noisy, mask=inside)
-
-
-def _rows_of(
-    logits: jax.Array,
-    highest: jax.Array,
-    kept: order.Kept,
-    *,
-    draws: jax.Array,  # [R] bool
-    **settings: jax.Array,  # the other fields of `Rows`, [R] each
-) -> Rows:
-    """Returns the inputs of the kernel.
 
     Raises:
-      ValueError: settings that are not of shape `[R]`.
+      ValueError: rows of no or too many logits, or settings of another shape.
     """
-    each = settings | {"draws": draws}
-    shape = logits.shape[:1]
-    slab.check_shapes(**{name: (array, shape) for name, array in each.items()})
-    draws = order.programs_that_draw(draws)
-    return Rows(logits, highest, *kept, **settings, draws=draws)
+    R, V = logits.shape
+    each = {"positions": positions, "draws": draws, "highest": highest}
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+        each[name] = getattr(settings, name)
+    slab.check_shapes(**{name: (array, (R,)) for name, array in each.items()})
+    rows = Rows(
+        logits=logits,
+        highest=highest,
+        kept=order.first_tokens(logits, highest, settings, draws),
+        temperature=settings.temperature,
+        min_p=settings.min_p,
+        seeds=settings.seed,
+        positions=positions,
+        draws=order.programs_that_draw(draws),
+    )
+    return launch.run(
+        _kernel,
+        (rows,),
+        jax.ShapeDtypeStruct((R, V), jnp.float32),
+        grid=(*rows.draws.shape, pl.cdiv(V, CHUNK)),
+        name="sampling_noisy_weights" if with_noise else "sampling_log_weights",
+        with_noise=with_noise,
+    )
 
 
-def _noisy(
-    logits: jax.Array,  # [n] float32
-    index: jax.Array,  # [n] int32, tokens of these logits
-    row: jax.Array,  # [] int32
-    refs: Rows,
-    *,
-    with_noise: bool,
-) -> jax.Array:
-    """Returns weights of a row's tokens, noisy or not; at temperature 0 its logits."""
-    temperature, width = refs.temperature[row], refs.logits.shape[1]
-    is_greedy = temperature == 0
-    scores = logits - refs.highest[row].astype(jnp.float32)
-    scores = scores / jnp.where(is_greedy, jnp.float32(1), temperature)
-    kept = order.is_kept(order.rank(logits), index, refs.last[row], refs.end[row])
-    kept &= jnp.exp(scores) >= refs.min_p[row]
-    if with_noise:
-        key = _key(refs.seeds[row], refs.positions[row])
-        scores += _gumbel(key, index, width)
-    result = jnp.where(kept, scores, -jnp.inf)
-    return jnp.where(is_greedy, logits, result)
+def _kernel(rows: Rows, out_ref, *, with_noise):
+    row, chunk = pl.program_id(0), pl.program_id(1)
+
+    @pl.when(rows.draws[launch.program(0)] != 0)
+    def _():
+        index = chunk * CHUNK + jnp.arange(CHUNK, dtype=jnp.int32)
+        width = rows.logits.shape[1]
+        inside = index < width
+        logits = plt.load(rows.logits.at[row, index], mask=inside, other=-jnp.inf)
+        logits = logits.astype(jnp.float32)
+        temperature = rows.temperature[row]
+        is_greedy = temperature == 0
+        scores = logits - rows.highest[row].astype(jnp.float32)
+        scores = scores / jnp.where(is_greedy, jnp.float32(1), temperature)
+        ranks, kept = argmax_triton.rank(logits), [each[row] for each in rows.kept]
+        kept = order.is_kept(ranks, index, *kept)
+        kept &= jnp.exp(scores) >= rows.min_p[row]
+        if with_noise:
+            key = _key(rows.seeds[row], rows.positions[row])
+            scores += _gumbel(key, index, width)
+        noisy = jnp.where(kept, scores, -jnp.inf)
+        noisy = jnp.where(is_greedy, logits, noisy)
+        plt.store(out_ref.at[row, index], noisy, mask=inside)
 
 
 def _key(seed: jax.Array, position: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from spec_jax.pallas import early_launch, slab
+from spec_jax.pallas import launch, slab
 
 
 MAX_WIDTH = 16_384  # a row is held in registers
@@ -30,13 +30,12 @@ def _kernel(
     *out_refs,  # [1, block]: the normed row, and with `sums_ref` the sum
     width: int,
     eps: float,
-    interpret: bool,
 ):
     """Norms one row; elements past `width` are not read and count as zeros."""
     block = x_ref.shape[1]
     mask = jnp.arange(block)[None, :] < width if width % block else None
     load = functools.partial(plt.load, mask=mask, other=None if mask is None else 0)
-    program = early_launch.program(0, interpret=interpret)
+    program = launch.program(0)
 
     @pl.when(program < num_active_ref[0])
     def _():
@@ -59,7 +58,6 @@ def rms_norm(
     *,
     num_active: jax.Array,  # [] int32
     eps: float,
-    interpret: bool = False,
 ) -> jax.Array:
     """Implements `ops.rms_norm.rms_norm`, for rows of at most `MAX_WIDTH` elements.
 
@@ -68,8 +66,8 @@ def rms_norm(
     Raises:
       ValueError: a weight of another shape or dtype, or empty or too wide rows.
     """
-    how = {"num_active": num_active, "eps": eps, "interpret": interpret}
-    return _call(x, None, weight, **how)[0][: x.shape[0]]
+    normed, *_ = _call(x, None, weight, num_active, eps)
+    return normed[: x.shape[0]]
 
 
 def add_norm(
@@ -79,15 +77,13 @@ def add_norm(
     *,
     num_active: jax.Array,  # [] int32
     eps: float,
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns `x + round(sum of sums)` and its norm; raises as `rms_norm` does."""
-    how = {"num_active": num_active, "eps": eps, "interpret": interpret}
-    normed, added = _call(x, sums, weight, **how)
+    normed, added = _call(x, sums, weight, num_active, eps)
     return added, normed
 
 
-def _call(x, sums, weight, *, num_active, eps, interpret):
+def _call(x, sums, weight, num_active, eps):
     """Returns normed rows, and with `sums` the rows before the norm, in whole slabs."""
     D = x.shape[1]
     slab.check_shapes(weight=(weight, (D,)), num_active=(num_active, ()))
@@ -103,18 +99,17 @@ def _call(x, sums, weight, *, num_active, eps, interpret):
     if sums is not None:
         partial = pl.BlockSpec((sums.shape[0], None, block), lambda r: (0, r, 0))
         count = 2
-    return pl.pallas_call(
-        functools.partial(_kernel, width=D, eps=eps, interpret=interpret),
-        grid=(R,),
-        in_specs=[
-            pl.BlockSpec((1,), lambda r: (0,)),
-            row,
-            partial,
-            pl.BlockSpec((1, block), lambda r: (0, 0)),
-        ],
+    num_active = num_active.reshape(1)
+    whole_row = pl.BlockSpec((1, block), lambda r: (0, 0))
+    return launch.run(
+        _kernel,
+        (num_active, x, sums, weight.reshape(1, D)),
+        [x] * count,
+        in_specs=[launch.whole(num_active), row, partial, whole_row],
         out_specs=[row] * count,
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype)] * count,
-        compiler_params=plt.CompilerParams(num_warps=NUM_WARPS, num_stages=1),
+        grid=(R,),
+        num_warps=NUM_WARPS,
         name="rms_norm",
-        interpret=interpret,
-    )(num_active.reshape(1), x, sums, weight.reshape(1, D))
+        width=D,
+        eps=eps,
+    )

@@ -17,7 +17,7 @@ page table: XLA would launch a dozen kernels for it.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Int
 
-from spec_jax.pallas import attention_plan as plan, early_launch
+from spec_jax.pallas import launch
 from spec_jax.typing import typed
 
 
@@ -101,7 +101,6 @@ def row_jobs(
     split: int,
     tile_rows: int,
     num_kv_heads: int,
-    interpret: bool,
     branch: Int[Array, "R A"] | None = None,
     places: Int[Array, " R"] | None = None,
 ) -> RowJobs:
@@ -114,28 +113,21 @@ def row_jobs(
       branch, places: see `row_attention_triton.attend`; at most one of them.
     """
     (R,) = slots.shape
-    inputs = [num_active.reshape(1), page_table, slots, positions, branch, places]
-    row, counts = (R,), (num_kv_heads, pl.cdiv(R, tile_rows))
-    outputs = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in [row] * 6 + [counts]]
-    kernel = functools.partial(
+    shapes = [(R,)] * 6 + [(num_kv_heads, pl.cdiv(R, tile_rows))]
+    outputs: list[Any] = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+    (jobs,) = launch.run(
         _kernel,
+        (num_active.reshape(1), page_table, slots, positions, branch, places),
+        (RowJobs(*outputs),),
+        grid=(1,),
+        num_warps=8,
+        name="row_jobs",
         num_pages=num_pages,
         page_size=page_size,
         split=split,
         tile_rows=tile_rows,
-        interpret=interpret,
     )
-    made = pl.pallas_call(
-        kernel,
-        grid=(1,),
-        in_specs=[None if x is None else plan.whole(x) for x in inputs],
-        out_specs=[plan.whole(x) for x in outputs],
-        out_shape=outputs,
-        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
-        interpret=interpret,
-        name="row_jobs",
-    )(*inputs)
-    return RowJobs(*made)
+    return jobs
 
 
 def _kernel(
@@ -145,16 +137,16 @@ def _kernel(
     positions_ref,  # [R]
     branch_ref,  # [R, A] or None
     places_ref,  # [R] or None
-    *out_refs,  # of `RowJobs`
+    out_refs: RowJobs,
+    *,
     num_pages,
     page_size,
     split,
     tile_rows,
-    interpret,
 ):
     (S, M), (R,) = table_ref.shape, slots_ref.shape
     rows = jnp.arange(pl.next_power_of_2(R), dtype=jnp.int32)
-    rows = early_launch.released(0, interpret=interpret) + rows
+    rows = launch.released(0) + rows
     is_row = rows < R
     live = is_row & (rows < num_active_ref[0])
     slots, positions = (

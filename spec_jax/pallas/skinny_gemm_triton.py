@@ -3,18 +3,20 @@
     y[r, n] = sum_k x[r, k] * w[n, k]       bfloat16 in, accumulated in float32
 
 One program owns `block_n` columns, or of gated weights as many of the gate and of the
-up half, for up to 64 rows. It reads these weights once for all rows, 2 * K bytes a
-column, walks K in blocks in ascending order (`gemm_kernel_triton`), and writes its
-tiles once, epilogue included. One tensor-core instruction is 16 rows high, so that the
-second to the sixteenth row are free.
+up half, for up to `slab.MOST_ROWS` rows, in tiles of 16: the height of one tensor-core
+instruction, so that the second to the sixteenth row are free. It reads these weights
+once, 2 * K bytes a column, walks K in blocks in ascending order, multiplies each block
+by one tile after the other, and writes its tiles once, epilogue included. A row's sums
+are the same products in the same order whatever the number of tiles.
 It reads the active rows of `x`, 2 * K bytes each, from the L2 cache. 16 rows are as
 many bytes as the weights if `block_n` is 16, so wide matrices have `block_n` 32 and
 more.
-Padding rows are neither read nor written. Where rows are to be normed, a kernel before
-the product's does so.
+Padding rows are neither read nor written. Rows are normed before: blocks go from shared
+memory to the tensor cores unchanged. Norming them here cost 10 of 30 us at 50 MB of
+weights (H200); a kernel of its own before takes 1 to 2 us.
 
 With `splits` above one, each split of K has its own programs, which store partial sums
-[splits, R, N] of each part in float32. The norm that follows (`add`), or otherwise
+[splits, R, N] in float32; gates are not split. The norm that follows (`add`), or else
 `gemm_reduce_triton`, adds them in ascending order. No atomics: nothing depends on which
 program ends first. Narrow products are split: instructions on one sum wait for each
 other, and few columns leave no other sums to fill the time. On an H100 the two of a
@@ -30,7 +32,7 @@ The Triton backend of Pallas is deprecated from jax 0.11 on, and jax 0.12 still 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +42,8 @@ from jax.experimental.pallas import triton as plt
 from spec_jax.pallas import (
     byte_gemm_triton as byte_gemm,
     byte_rows_triton,
-    gemm_kernel_triton,
     gemm_reduce_triton,
+    launch,
     rms_norm_triton,
     slab,
 )
@@ -128,26 +130,30 @@ def _block(size: int, largest: int) -> int:
 
 def project(
     x: jax.Array,  # [R, K]
-    w: Weights,  # [N, K]
+    w: Weights,  # [parts * N, K]
     *,
     num_active: jax.Array,  # [] int32
-    norm: jax.Array | None,  # [K]
-    residual: jax.Array | None,  # [R, N]
-    eps: float,
-    out_dtype: jnp.dtype,
+    residual: jax.Array | None = None,  # [R, N]
+    out_dtype: jnp.dtype | None = None,
+    parts: int = 1,
     plan: Plan | None = None,
-    interpret: bool = False,
 ) -> jax.Array:
-    """Implements `ops.projection.project`. Padding rows are uninitialised.
+    """Implements `ops.projection.project` of normed rows, and gates of two `parts`.
+
+    Padding rows are uninitialised.
 
     Raises:
       ValueError: shapes that do not fit, or a plan that does not fit the weights.
       NotImplementedError: arrays that are not bfloat16, or another `out_dtype`.
     """
-    return _product(
-        x, w, norm, residual, num_active=num_active, eps=eps, plan=plan,
-        out_dtype=jnp.dtype(out_dtype), name="skinny_gemm", interpret=interpret,
-    )  # fmt: skip
+    R, out_dtype = x.shape[0], jnp.dtype(out_dtype or x.dtype)
+    x, residual = _checked(x, w, residual, num_active, out_dtype, parts)
+    sums = _multiply(x, w, residual, num_active, plan, out_dtype, parts)
+    if sums.ndim > 2:
+        sums = gemm_reduce_triton.reduce(
+            sums, residual, num_active=num_active, out_dtype=out_dtype
+        )
+    return sums[:R]
 
 
 def add(
@@ -159,159 +165,100 @@ def add(
     num_active: jax.Array,  # [] int32
     eps: float,
     plan: Plan | None = None,
-    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Implements `ops.projection.add`: `project` with a residual, and the next RMSNorm.
 
     Returns the sum and its norm, `[R, N]` each. Raises as `project` does.
     """
-    (R, K), N = x.shape, _num_outputs(w)
-    _check(
-        x, w, (N, K), num_columns=N, num_active=num_active, norm=None,
-        residual=residual, out_dtype=x.dtype,
-    )  # fmt: skip
-    residual = slab.padded(residual)
-    how: dict[str, Any] = {"num_active": num_active, "interpret": interpret}
-    sums = _multiply(
-        slab.padded(x), w, residual, plan=plan, out_dtype=x.dtype, name="skinny_gemm",
-        **how,
-    )  # fmt: skip
-    how |= {"eps": eps}
-    if isinstance(sums, list):
-        (partials,) = sums
-        added, normed = rms_norm_triton.add_norm(residual, partials, norm, **how)
+    R = x.shape[0]
+    how: dict[str, Any] = {"num_active": num_active, "eps": eps}
+    x, residual = _checked(x, w, residual, num_active, x.dtype)
+    sums = _multiply(x, w, residual, num_active, plan, x.dtype)
+    if sums.ndim > 2:
+        added, normed = rms_norm_triton.add_norm(residual, sums, norm, **how)
     else:
         added, normed = sums, rms_norm_triton.rms_norm(sums, norm, **how)
     return added[:R], normed[:R]
 
 
-def gate(
-    x: jax.Array,  # [R, K]
-    w: Weights,  # [2F, K]
-    *,
-    num_active: jax.Array,  # [] int32
-    norm: jax.Array | None,  # [K]
-    eps: float,
-    plan: Plan | None = None,
-    interpret: bool = False,
-) -> jax.Array:
-    """Implements `ops.gated_projection.gated_projection`; padding is uninitialised.
-
-    Raises:
-      ValueError: shapes that do not fit, or a plan that does not fit the weights.
-      NotImplementedError: arrays that are not bfloat16.
-    """
-    return _product(
-        x, w, norm, None, num_active=num_active, eps=eps, plan=plan,
-        out_dtype=x.dtype, name="skinny_gemm_gate", interpret=interpret, parts=2,
-    )  # fmt: skip
-
-
-def _product(
-    x, w, norm, residual, *, num_active, eps, plan, out_dtype, name, interpret, parts=1
-):
-    """Returns `x`, normed if `norm` is given, times `w`: `[R, N / parts]`."""
+def _checked(x, w, residual, num_active, out_dtype, parts=1):
+    """Returns rows and residual in whole slabs; raises the errors of `project`."""
     (R, K), N = x.shape, _num_outputs(w)
-    _check(
-        x, w, (N, K), num_columns=N // parts, num_active=num_active, norm=norm,
-        residual=residual, out_dtype=out_dtype,
-    )  # fmt: skip
-    x, how = slab.padded(x), {"num_active": num_active, "interpret": interpret}
-    residual = None if residual is None else slab.padded(residual)
-    if norm is not None:
-        x = rms_norm_triton.rms_norm(x, norm, eps=eps, **how)
-    sums = _multiply(
-        x, w, residual, plan=plan, out_dtype=out_dtype, name=name, parts=parts, **how
-    )
-    if isinstance(sums, list):
-        result = jax.ShapeDtypeStruct(sums[0].shape[1:], out_dtype)
-        sums = gemm_reduce_triton.reduce(
-            sums, residual, result, name=f"{name}_reduce", **how
-        )
-    return sums[:R]
-
-
-def _check(x, w, shape, **how) -> None:
-    """Checks as `slab.check_product` does, and weights of eight bits, too."""
-    if isinstance(w, tuple):
-        byte_gemm.check(w, shape)
-        w = None
-    slab.check_product(x, w, shape, **how)
+    is_bytes = isinstance(w, tuple)
+    if is_bytes:
+        byte_gemm.check(w, (N, K))
+    else:
+        slab.check_shapes(w=(w, (N, K)))
+    slab.check_shapes(num_active=(num_active, ()), residual=(residual, (R, N // parts)))
+    if out_dtype not in (x.dtype, jnp.float32):
+        raise NotImplementedError(f"a product of {x.dtype} cannot give {out_dtype}")
+    slab.check_bfloat16(x=x, w=None if is_bytes else w, residual=residual)
+    return slab.padded(x), None if residual is None else slab.padded(residual)
 
 
 def _num_outputs(w: Weights) -> int:
     return w[0].shape[1] if isinstance(w, tuple) else w.shape[0]
 
 
-def _multiply(
-    x,
-    w,
-    residual,
-    *,
-    num_active,
-    plan,
-    out_dtype,
-    name,
-    interpret,
-    parts=1,
-):
-    """Returns the finished product of `x` and the parts of `w`, `[R, N / parts]`.
-
-    Where K is split, returns a list: of each part the sums `[splits, R, N / parts]`.
-    """
+def _multiply(x, w, residual, num_active, plan, out_dtype, parts=1):
+    """Returns the finished product of `x` and the parts of `w`, `[R, N / parts]`; or,
+    where K is split, its sums `[splits, R, N]`."""
     (R, K), N = x.shape, _num_outputs(w) // parts
     is_bytes = isinstance(w, tuple)
-    x_spec: Any
-    w_spec: Callable[..., Any]
     if plan is None:
         plan = plan_for(parts * N, K, parts=parts)
         plan = byte_gemm.plan_for(plan, parts=parts) if is_bytes else plan
     check_plan(plan, K, parts=parts)
     height = slab.height(R)
-    result = jax.ShapeDtypeStruct((R, N), out_dtype)
     tile = pl.BlockSpec((height, plan.block_n), lambda r, n, s: (r, n))
-    out_shapes, out_specs = [result], [tile]
+    out_spec, out = tile, jax.ShapeDtypeStruct((R, N), out_dtype)
     if plan.splits > 1:
-        partial = jax.ShapeDtypeStruct((plan.splits, R, N), jnp.float32)
-        spec = pl.BlockSpec((None, height, plan.block_n), lambda r, n, s: (s, r, n))
-        out_shapes, out_specs = [partial] * parts, [spec] * parts
+        block = None, height, plan.block_n
+        out_spec = pl.BlockSpec(block, lambda r, n, s: (s, r, n))
+        out = jax.ShapeDtypeStruct((plan.splits, R, N), jnp.float32)
+        residual = None
+    specs: Callable[..., Any]
     if is_bytes:
-        how = {"num_active": num_active, "interpret": interpret}
-        x, w = byte_rows_triton.round_rows(x, **how), byte_gemm.by_parts(w, parts)
-        x_spec, w_spec = byte_gemm.row_specs(x, height), byte_gemm.part_specs
+        x = byte_rows_triton.round_rows(x, num_active=num_active)
+        w, specs = byte_gemm.by_parts(w, parts), byte_gemm.specs
     else:
-        terms = pl.cdiv(K, plan.block_k) * plan.block_k
-        w = w.reshape(parts, N, K)
-        x_spec = pl.BlockSpec((height, terms), lambda r, n, s: (r, 0))
-        w_spec = functools.partial(_part_spec, terms)
-    has_residual = residual is not None and plan.splits == 1
-    walk = gemm_kernel_triton.Walk(
+        w, specs = w.reshape(parts, N, K), _specs
+    num_active = num_active.reshape(1)
+    x_spec, w_specs = specs(x, w, height, plan)
+    return launch.run(
+        _kernel,
+        (num_active, x, [w] * parts, residual),
+        out,
+        in_specs=[
+            launch.whole(num_active),
+            x_spec,
+            w_specs,
+            None if residual is None else tile,
+        ],
+        out_specs=out_spec,
+        # Rows are the fastest axis: further rows find the weights in the cache.
+        grid=(R // height, pl.cdiv(N, plan.block_n), plan.splits),
+        num_warps=plan.num_warps,
+        num_stages=_num_stages(plan, height, parts),
+        name="skinny_gemm" if parts == 1 else "skinny_gemm_gate",
         plan=plan,
         num_columns=N,
         num_terms=K,
         height=height,
-        interpret=interpret,
     )
-    outputs = pl.pallas_call(
-        functools.partial(gemm_kernel_triton.multiply, walk=walk),
-        # Rows are the fastest axis: further rows find the weights in the cache.
-        grid=(R // height, pl.cdiv(N, plan.block_n), plan.splits),
-        in_specs=[
-            pl.BlockSpec((1,), lambda r, n, s: (0,)),
-            x_spec,
-            [w_spec(w, part, plan.block_n) for part in range(parts)],
-            tile if has_residual else None,
-        ],
-        out_specs=[out_specs],
-        out_shape=[out_shapes],
-        compiler_params=plt.CompilerParams(
-            num_warps=plan.num_warps,
-            num_stages=_num_stages(plan, height, parts),
-        ),
-        name=name,
-        interpret=interpret,
-    )(num_active.reshape(1), x, [w] * parts, residual if has_residual else None)[0]
-    return outputs[0] if plan.splits == 1 else list(outputs)
+
+
+def _specs(x, w, height, plan):
+    """Returns a program's rows, and of each part of the weights its columns."""
+    parts, _, K = w.shape
+    terms = pl.cdiv(K, plan.block_k) * plan.block_k
+
+    def of_part(part):
+        block = None, plan.block_n, terms
+        return pl.BlockSpec(block, lambda r, n, s: (part, n, 0))
+
+    rows = pl.BlockSpec((height, terms), lambda r, n, s: (r, 0))
+    return rows, [of_part(part) for part in range(parts)]
 
 
 def _num_stages(plan: Plan, height: int, parts: int) -> int:
@@ -324,12 +271,6 @@ def _stage_bytes(plan: Plan, height: int, parts: int) -> int:
     return 2 * (height + parts * plan.block_n) * plan.block_k
 
 
-def _part_spec(terms: int, w: jax.Array, part: int, block_n: int) -> pl.BlockSpec:
-    """Returns a program's columns in one part of the weights, with all of K."""
-    del w
-    return pl.BlockSpec((None, block_n, terms), lambda r, n, s: (part, n, 0))
-
-
 def check_plan(plan: Plan, num_terms: int, *, parts: int) -> None:
     """Raises `ValueError` if a kernel would miss terms or exceed shared memory."""
     for name in ("block_n", "block_k", "chains", "num_warps"):
@@ -340,6 +281,8 @@ def check_plan(plan: Plan, num_terms: int, *, parts: int) -> None:
         raise ValueError(f"{plan} has a block below {MIN_BLOCK}, the tensor core's")
     if min(plan.splits, plan.num_stages) < 1:
         raise ValueError(f"{plan} has no split, or no stage")
+    if plan.splits > 1 and parts > 1:
+        raise ValueError(f"{plan} splits the sums of {parts} parts")
     if num_terms < 1:
         raise ValueError(f"sums of {num_terms} terms")
     if plan.splits > 1 and num_terms % (plan.splits * plan.block_k):
@@ -352,3 +295,82 @@ def check_plan(plan: Plan, num_terms: int, *, parts: int) -> None:
         raise ValueError(
             f"{plan} needs {needed} of {slab.MAX_SHARED_BYTES} bytes of shared memory"
         )
+
+
+class Refs(NamedTuple):
+    """Inputs and outputs of a program; K is padded to whole blocks."""
+
+    num_active: Any  # [1]
+    x: Any  # [16 * tiles, K]; for weights of eight bits see `byte_gemm_triton`
+    weights: list[Any]  # one, or the gate's and up's: [block_n, K]
+    residual: Any  # [16 * tiles, block_n] or None
+    out: Any  # [16 * tiles, block_n]
+
+
+def _kernel(*refs, plan, num_columns, num_terms, height):
+    """Stores one program's tiles of the result, or of a split's partial sums."""
+    refs = Refs(*refs)
+    columns = pl.program_id(1) * plan.block_n + jnp.arange(plan.block_n)
+    in_columns = columns < num_columns if num_columns % plan.block_n else None
+    first_row = pl.program_id(0) * height
+    is_row = launch.released(first_row)
+    is_row = is_row + jnp.arange(slab.ROWS)
+    tiles = range(0, height, slab.ROWS)
+    active = [is_row + tile < refs.num_active[0] for tile in tiles]
+    rows = list(zip(tiles, active, strict=True))
+    if isinstance(refs.x, tuple):
+        sums = byte_gemm.sums(refs, plan, rows, in_columns)
+    else:
+        sums = _sums(refs, plan, rows, in_columns, num_terms)
+    for (tile, is_active), parts in zip(rows, sums, strict=True):
+        at = pl.ds(tile, slab.ROWS)
+        out = refs.out.at[at, :]
+        if plan.splits > 1:
+            (total,) = parts
+            slab.store(out, total, is_active, in_columns)
+        else:
+            residual = None if refs.residual is None else refs.residual.at[at, :]
+            slab.finish(parts, residual, out, is_active, in_columns)
+
+
+def _sums(refs, plan, rows, in_columns, num_terms):
+    """Returns the sums of each weight for each of `rows`, float32 `[16, block_n]`."""
+    num_blocks = num_terms // plan.block_k // plan.splits
+    first_block = pl.program_id(2) * num_blocks if plan.splits > 1 else 0
+    add_block = functools.partial(_add_block, refs, plan, rows, in_columns)
+
+    def whole_block(block, sums):
+        return add_block(sums, (first_block + block) * plan.block_k)
+
+    zeros = jnp.zeros((slab.ROWS, plan.block_n), jnp.float32)
+    parts = (zeros,) * len(refs.weights)
+    sums = ((parts,) * plan.chains,) * len(rows)
+    if num_blocks:
+        sums = jax.lax.fori_loop(0, num_blocks, whole_block, sums)
+    if num_terms % plan.block_k:
+        sums = add_block(sums, num_blocks * plan.block_k, num_terms)
+    return [functools.reduce(slab.each_added, chains) for chains in sums]
+
+
+def _add_block(refs, plan, rows, in_columns, sums, start, end=None):
+    """Adds one block of terms to the sum of each chain, for each of `rows`.
+
+    Args:
+      end: of the terms, if it is in the block.
+    """
+    width = plan.block_k // plan.chains
+    added: list[list[tuple[jax.Array, ...]]] = [[] for _ in rows]
+    for chain in range(plan.chains):
+        first = start + chain * width
+        terms = pl.ds(first, width)
+        in_terms = None if end is None else first + jnp.arange(width) < end
+        weights = [
+            slab.load(ref.at[:, terms], in_columns, in_terms, last_use=True).T
+            for ref in refs.weights
+        ]
+        for number, (tile, is_active) in enumerate(rows):
+            view = refs.x.at[pl.ds(tile, slab.ROWS), terms]
+            x = slab.load(view, is_active, in_terms)
+            products = [plt.dot(x, each) for each in weights]
+            added[number].append(slab.each_added(sums[number][chain], products))
+    return tuple(map(tuple, added))

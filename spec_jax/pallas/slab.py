@@ -30,10 +30,10 @@ def height(num_rows: int) -> int:
     return ROWS * max(n for n in range(1, most + 1) if slabs % n == 0)
 
 
-def check_shapes(**pairs: tuple[jax.Array, tuple[int, ...]]) -> None:
-    """Raises `ValueError` unless every array has its shape."""
+def check_shapes(**pairs: tuple[jax.Array | None, tuple[int, ...]]) -> None:
+    """Raises `ValueError` unless every given array has its shape."""
     for name, (array, shape) in pairs.items():
-        if array.shape != shape:
+        if array is not None and array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}, not {shape}")
 
 
@@ -46,56 +46,6 @@ def check_bfloat16(**arrays: jax.Array | None) -> None:
             )
 
 
-def check_product(
-    x: jax.Array,  # [R, K]
-    w: jax.Array | None,  # None: has eight bits and is checked elsewhere
-    shape: tuple[int, int],  # that `w` must have
-    *,
-    num_columns: int,  # of the result
-    num_active: jax.Array,
-    norm: jax.Array | None,
-    residual: jax.Array | None,
-    out_dtype: jnp.dtype,
-) -> None:
-    """Raises the errors of `skinny_gemm_triton.project` and `gate`."""
-    R, K = x.shape
-    check_shapes(num_active=(num_active, ()))
-    if w is not None:
-        check_shapes(w=(w, shape))
-    if norm is not None:
-        check_shapes(norm=(norm, (K,)))
-    if out_dtype not in (x.dtype, jnp.float32):
-        raise NotImplementedError(f"a product of {x.dtype} cannot give {out_dtype}")
-    if residual is not None:
-        check_shapes(residual=(residual, (R, num_columns)))
-        if out_dtype != x.dtype:
-            raise ValueError(f"a residual of {x.dtype} cannot give {out_dtype}")
-    check_bfloat16(x=x, w=w, norm=norm, residual=residual)
-
-
-def added(
-    total: jax.Array,  # [16, N] float32
-    residual: jax.Array | None,  # [16, N]
-    *,
-    out_dtype: jnp.dtype,
-) -> jax.Array:
-    """Returns `round(total)`, or `residual + round(total)` in the residual's dtype."""
-    if residual is None:
-        return total.astype(out_dtype)
-    return residual + total.astype(residual.dtype)
-
-
-def gated(
-    gate: jax.Array,  # [16, F] float32
-    up: jax.Array,  # [16, F] float32
-    *,
-    dtype: jnp.dtype,
-) -> jax.Array:
-    """Returns `silu(gate) * up`; rounds both, and silu, as `ops.swiglu` does."""
-    gate, up = gate.astype(dtype).astype(jnp.float32), up.astype(dtype)
-    return jax.nn.silu(gate).astype(dtype) * up
-
-
 def finish(sums, residual_view, out_view, is_active, in_columns) -> None:
     """Rounds a tile, gates it or adds the residual, and stores it.
 
@@ -104,15 +54,18 @@ def finish(sums, residual_view, out_view, is_active, in_columns) -> None:
       residual_view: the tile of the residual `[16, n]`, or None.
       is_active, in_columns: masks `[16]` and `[n]` of what exists; None masks nothing.
     """
-    if len(sums) == 2:
+    dtype = out_view.dtype
+    if len(sums) == 2:  # Rounds both, and silu, as `ops.swiglu` does.
         gate, up = sums
-        result = gated(gate, up, dtype=out_view.dtype)
+        gate, up = gate.astype(dtype).astype(jnp.float32), up.astype(dtype)
+        result = jax.nn.silu(gate).astype(dtype) * up
     else:
-        residual = None
+        (total,) = sums
         if residual_view is not None:
             residual = load(residual_view, is_active, in_columns)
-        (total,) = sums
-        result = added(total, residual, out_dtype=out_view.dtype)
+        result = total.astype(dtype)
+        if residual_view is not None:
+            result = residual + result
     store(out_view, result, is_active, in_columns)
 
 

@@ -28,10 +28,10 @@ KERNELS = (
            "jnp.where(spoiled, jnp.nan, new_weighted)", "new_weighted",
            "ops/test_row_attention.py::test_nan_and_inf_reach_what_sees_them[xla-nan]"),
     Mutant("a product is summed backwards where one row is live",
-           "ops.projection:project", "y = skinny_gemm.skinny_gemm(x, w).astype(dtype)",
-           "alone = skinny_gemm.skinny_gemm(x[:, ::-1], w[:, ::-1])\n"
-           "    y = skinny_gemm.skinny_gemm(x, w)\n"
-           "    y = jnp.where(num_active == 1, alone, y).astype(dtype)",
+           "ops.projection:project", "y = _product(x, weights.unpacked(w))",
+           "w = weights.unpacked(w)\n"
+           "    alone, y = _product(x[:, ::-1], w[:, ::-1]), _product(x, w)\n"
+           "    y = jnp.where(num_active == 1, alone, y)",
            f"{_CONTRACT}[float32-xla]"),
     Mutant("a row of eight bits has the scale of all rows",
            "native.blocks:quantise_rows",

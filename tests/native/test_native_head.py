@@ -123,17 +123,14 @@ def append_by_operations(weights, config, rows, features, kv, *, impl):
     features = features.astype(weights.final_norm.dtype)
     fused = projection.project(features, weights.fc, **shared)
     how = {"dtype": features.dtype, "impl": impl}
-    cos, sin = decoder.row_angles(layer, rows.positions, **how)
-    where = {"page_table": kv.page_table, "slots": rows.slots}
-    where |= {"positions": rows.positions, "cos": cos, "sin": sin, "scale": 1.0}
+    angles = decoder.row_angles(layer, rows.positions, **how)
+    how = {"eps": layer.rms_norm_eps, "scale": 1.0, "impl": impl}
     for number, own in enumerate(weights.layers):
         made = projection.project(fused, own.kv, norm=weights.hidden_norm, **shared)
         queries = jnp.zeros((made.shape[0], layer.attention_size), made.dtype)
-        heads, pools = jnp.concatenate([queries, made], axis=1), (kv.k, kv.v)
-        _, k, v = row_attention.row_attention(
-            heads, own.q_norm, own.k_norm, *(x[number] for x in pools),
-            **where, **shared,
-        )  # fmt: skip
+        heads = jnp.concatenate([queries, made], axis=1), own.q_norm, own.k_norm
+        pages = kv.k[number], kv.v[number], kv.page_table
+        _, k, v = row_attention.row_attention(*heads, pages, rows, angles, **how)
         kv = cache.replace_layer(kv, number, k=k, v=v)
     return kv
 

@@ -8,6 +8,7 @@ import numpy as np
 from native import native_oracle as oracle
 
 from spec_jax import testing
+from spec_jax.model import decoder
 from spec_jax.native import calls
 from spec_jax.ops import row_attention
 from spec_jax.pallas import attention_plan as plan, row_attention_triton
@@ -22,13 +23,23 @@ def _compiled(impl):
     static = ["eps", "scale"]
     if impl == "interpret":
         static.append("config")
-        attend = functools.partial(row_attention_triton.attend, interpret=True)
+        attend = row_attention_triton.attend
     elif impl == "xla":
         static.append("by_head")
-        attend = functools.partial(row_attention.row_attention, impl=impl)
+        attend = _by_xla
     else:
         attend = functools.partial(calls.attend, isa=impl)
     return jax.jit(attend, static_argnames=static)
+
+
+def _by_xla(
+    *, heads, q_norm, k_norm, k_pages, v_pages, page_table, cos, sin, branch, **how
+):
+    names = "slots", "positions", "num_active"
+    at = {name: how.pop(name) for name in names}
+    rows = decoder.Rows(tokens=at["slots"], branch=branch, **at)
+    given = heads, q_norm, k_norm, (k_pages, v_pages, page_table), rows, (cos, sin)
+    return row_attention.row_attention(*given, impl="xla", **how)
 
 
 def numbers(slab) -> dict:

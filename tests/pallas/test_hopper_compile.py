@@ -15,6 +15,7 @@ import pytest
 from slow_cases import slow, slow_but
 
 from spec_jax import compilation
+from spec_jax.ops import projection
 from spec_jax.pallas import (
     byte_gemm_triton as byte_gemm,
     row_attention_triton,
@@ -36,7 +37,7 @@ class Weights:
     K: int
     is_gate: bool = False
     has_norm: bool = False
-    has_residual: bool = False
+    has_residual: bool = False  # to which it is added, and the sum is normed
     out_dtype: str = "bfloat16"
     plan: gemm.Plan | None = None
     form: str | None = None
@@ -44,11 +45,6 @@ class Weights:
     @property
     def parts(self) -> int:
         return 2 if self.is_gate else 1
-
-    @property
-    def is_added(self) -> bool:
-        """Whether its result is added to the residual, and the sum is normed."""
-        return self.has_residual and not self.has_norm
 
 
 GATE = {"is_gate": True, "has_norm": True}
@@ -69,7 +65,7 @@ WEIGHTS = {
 SPLIT = gemm.Plan(block_n=32, block_k=128, splits=4)
 
 OTHERS = {
-    "split gate": Weights(N=6144, K=1024, plan=SPLIT, **GATE),
+    "split": Weights(N=1024, K=1024, plan=SPLIT, has_norm=True),
     "odd": Weights(N=77, K=333),
 }
 
@@ -93,13 +89,12 @@ def product(weights: Weights, rows: int = ROWS) -> hopper.Program:
         w = _shape(2 * pairs, N, 32, dtype="int8"), _shape(pairs, N, dtype="int32")
     arrays = {"x": _shape(rows, K), "w": w, "num_active": _shape(dtype="int32")}
     arrays["norm"] = _shape(K) if weights.has_norm else None
-    if not weights.is_gate:
-        arrays["residual"] = _shape(rows, N) if weights.has_residual else None
-    call, how = gemm.gate, {"plan": weights.plan, "eps": 1e-6}
-    if weights.is_added:
-        call, arrays["norm"] = gemm.add, _shape(N)
-    elif not weights.is_gate:
-        call, how["out_dtype"] = gemm.project, jnp.dtype(weights.out_dtype)
+    call, how = projection.by_kernels, {"plan": weights.plan, "eps": 1e-6}
+    if weights.has_residual:
+        call, arrays["norm"], arrays["residual"] = gemm.add, _shape(N), _shape(rows, N)
+    else:
+        how |= {"impl": "triton", "parts": weights.parts}
+        how["out_dtype"] = jnp.dtype(weights.out_dtype)
     return hopper.Program(fn=lambda arrays: call(**arrays, **how), args=(arrays,))
 
 
@@ -126,7 +121,7 @@ def test_products_read_their_weights_once(compiler, name, rows):
     report.assert_fits()
     names = [launch.name for launch in report.launches]
     expected = ["skinny_gemm_gate" if weights.is_gate else "skinny_gemm"]
-    expected += ["rms_norm"] * weights.is_added
+    expected += ["rms_norm"] * weights.has_residual
     assert names == ["rms_norm"] * weights.has_norm + expected
     kernel, launch = report.kernel("skinny_gemm"), report.launch("skinny_gemm")
 
@@ -305,7 +300,7 @@ def attention(
         inputs["branch"] = shape((R, branch), jnp.int32)
 
     def attend(pools, inputs):
-        how = {"eps": 1e-6, "scale": H**-0.5, "interpret": False}
+        how = {"eps": 1e-6, "scale": H**-0.5}
         k, v = pools
         return row_attention_triton.attend(k_pages=k, v_pages=v, **how, **inputs)
 

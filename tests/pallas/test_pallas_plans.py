@@ -33,24 +33,17 @@ SPLIT = dataclasses.replace(SMALL, splits=2)
 CHAINS = dataclasses.replace(SMALL, chains=2)
 
 
-def _jitted(call, *static):
-    """Interprets a kernel, with `plan`, `eps` and others static."""
-    interpreted = functools.partial(call, interpret=True)
-    return jax.jit(interpreted, static_argnames=("eps", *static))
-
-
-_project = _jitted(gemm.project, "out_dtype", "plan")
-_add, _gate = (_jitted(call, "plan") for call in (gemm.add, gemm.gate))
-_norm = _jitted(rms_norm_triton.rms_norm)
+_project = jax.jit(gemm.project, static_argnames=("out_dtype", "plan"))
+_add = jax.jit(gemm.add, static_argnames=("eps", "plan"))
+_norm = jax.jit(rms_norm_triton.rms_norm, static_argnames="eps")
 
 
 def run(product, weights, rows, live=None, *, plan=SMALL):
     given = product.arguments(rows, weights, live) | {"plan": plan}
+    assert given.pop("norm") is None and given.pop("eps")  # Rows are normed before.
     if product.form:
         w = weights_lib.of_kernels(given["w"], "interpret")
         given |= {"w": w, "plan": None}
-    if product.is_gate:
-        return np.asarray(_gate(**given))
     return np.asarray(_project(**given | {"out_dtype": jnp.dtype(given["out_dtype"])}))
 
 
@@ -58,7 +51,7 @@ LOGITS = Product(K=80, N=40, has_norm=False, out_dtype="float32")
 ADDED = {"has_norm": False, "has_residual": True}
 CASES = {
     "chains": (Product(K=84, N=40, **ADDED), {"plan": CHAINS}),
-    "gate split": (Product(K=128, N=80, is_gate=True), {"plan": SPLIT}),
+    "split": (Product(K=128, N=80, **ADDED), {"plan": SPLIT}),
     "one by one": (Product(K=1, N=1, has_norm=False, out_dtype="float32"), {}),
 }
 
@@ -89,7 +82,7 @@ def test_more_rows_are_more_tiles_in_one_process(rng, form, count):
     Fails if padding rows of any tile are read or written: interpreted, what is not
     written is NaN.
     """
-    product = Product(K=80, N=24, form=form)
+    product = Product(K=80, N=24, form=form, has_norm=False)
     rows, weights = product.inputs(rng, count)
     call = functools.partial(run, product, weights)
     whole = np.arange(-(-count // 16) * 16)
@@ -192,6 +185,8 @@ def test_plans_that_are_refused(plan, words):
         gemm.check_plan(plan, 7, parts=1)
     with pytest.raises(ValueError, match="sums of 0 terms"):
         gemm.check_plan(SMALL, 0, parts=1)
+    with pytest.raises(ValueError, match="splits the sums of 2 parts"):
+        gemm.check_plan(SPLIT, 64, parts=2)
 
 
 R = 16
@@ -249,7 +244,6 @@ def test_rows_of_a_slot_share_their_prefix():
     jobs = row_jobs.row_jobs(
         table, slots, positions, jnp.int32(5),
         num_pages=64, page_size=16, split=256, tile_rows=16, num_kv_heads=2,
-        interpret=True,
     )  # fmt: skip
     assert list(np.asarray(jobs.led_splits)[:2]) == [3, 0]
     assert jobs.job_ends[-1] == 3 + 5
@@ -258,7 +252,7 @@ def test_rows_of_a_slot_share_their_prefix():
 def test_a_pool_too_large_is_refused(rng):
     """Fails if offsets into a pool could pass 32 bits."""
     slab = slabs.small_slab(rng)
-    how = slabs.numbers(slab) | {"interpret": True}
+    how = slabs.numbers(slab)
     pool = jax.ShapeDtypeStruct((2**23, 8, 2, 16), jnp.bfloat16)
     given = slab.arguments() | {"k_pages": pool, "v_pages": pool}
     attend = functools.partial(row_attention_triton.attend, **how)

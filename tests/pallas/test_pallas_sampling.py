@@ -162,7 +162,7 @@ def test_sums_have_one_order(rng):
     # Negative control: other chunks give another order.
     assert (np.add(*parts) != found).any()
     with pytest.raises(ValueError, match=r"rows bfloat16\[1, 8\]"):
-        row_sums_triton.row_sums(jnp.zeros((1, 8), jnp.bfloat16), interpret=True)
+        row_sums_triton.row_sums(jnp.zeros((1, 8), jnp.bfloat16))
 
 
 def test_scores_of_children_are_log_softmaxes(rng):
