@@ -178,7 +178,7 @@ def run(
     names = ("temperature", "top_k", "top_p", "min_p", "seed")
     sampling = sj.Sampling(**{name: getattr(args, name) for name in names})
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
-    ids = models.prepare(args, lm, args.prompts).ids
+    ids = [one.ids for one in models.prepare(args, lm, args.prompts).prompts]
     gammas = ways(args, lm)
     settings = {"max_tokens": args.gen_tokens, "num_slots": args.batch}
     settings |= {"sampling": sampling, "page_size": args.page_size}

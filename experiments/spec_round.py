@@ -94,7 +94,7 @@ def load(args: argparse.Namespace) -> models.Subject:
     num_slots = min(args.batch or 1, len(subject.prompts))
     settings = dataclasses.replace(subject.settings, num_slots=num_slots)
     how = {"name": args.gamma_policy, "schedule": args.schedule}
-    settings = policies.of_run(args, subject, settings, **how)
+    settings = policies.of_run(args, settings, subject.prompts, **how)
     return dataclasses.replace(subject, settings=settings)
 
 
@@ -105,7 +105,7 @@ def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
     if args.schedule:
         chosen["schedule"] = args.schedule.name
     return {
-        **models.describe(args, subject.lm),
+        **models.describe(args, subject.settings.lm),
         **chosen,
         "gamma": subject.settings.gamma,
         "tree": args.tree and str(args.tree),
@@ -121,17 +121,17 @@ def run(
     """Runs every prompt, and writes its line and the summary; returns the exit
     status."""
     subject = load(args)
-    lm, settings, prompts = subject.lm, subject.settings, subject.prompts
+    settings, prompts = subject.settings, subject.prompts
     if args.batch is not None and args.batch > len(prompts):
         args.batch = len(prompts)
         console.print(f"--batch: {args.batch} slots, as many as there are prompts")
     drafted = f"tree {args.tree}" if args.tree else f"gamma {settings.gamma}"
     models.announce(args, subject, console, drafted)
-    compile_s = results_lib.warm_up([(lm, settings)], subject.ids)
+    compile_s = results_lib.warm_up([settings], prompts)
     results, turns = [], args.repeats if settings.num_slots > 1 else 1
     with terminal.counted("prompts", total=turns * len(prompts)) as advance:
         how = {"repeats": args.repeats, "after_prompt": advance}
-        found = results_lib.run_prompts(lm, settings, prompts, subject.ids, **how)
+        found = results_lib.run_prompts(settings, prompts, **how)
         for result in found:
             out.write(result.row())
             results.append(result)
@@ -142,7 +142,7 @@ def run(
     names = ("temperature", *flags.NOISE, "seed") if args.temperature else ()
     drawn = ", ".join(f"{name} {getattr(args, name)}" for name in names) or "greedy"
     console.print()
-    samples.show(results[0], lm, console, how=drawn)
+    samples.show(results[0], settings.lm, console, how=drawn)
     console.print()
     tables.print_table(summary, console)
     if by_category:

@@ -149,8 +149,10 @@ class Bench:
             # Answers to earlier turns are greedy: all cells have the same prompts.
             lengths = {str(context): context for context in args.context or ()}
             subject = models.prepare(args, lm, source, lengths=lengths)
+            prompts = subject.prompts
             for category in lengths or (ALL,):
-                self._sets[source, category] = _of_category(subject, category)
+                own = [one for one in prompts if category in (ALL, one.category)]
+                self._sets[source, category] = dataclasses.replace(subject, prompts=own)
         here, about = records.provenance(), models.describe(args, lm)
         del about["temperature"]  # It is an axis of the grid.
         # One file may get cells of other drafters later.
@@ -203,30 +205,21 @@ class Bench:
         """Yields the row of a cell, after a brief run that compiles."""
         lm = self._lms[cell.drafter, cell.tree]
         subject = self._sets[cell.prompt_source, cell.category]
-        subject = dataclasses.replace(subject, lm=lm)
+        prompts = subject.prompts
         sampling = flags.sampling_settings(self._args, cell.temperature)
-        change = {"gamma": cell.gamma, "sampling": sampling}
+        change = {"lm": lm, "gamma": cell.gamma, "sampling": sampling}
         settings = dataclasses.replace(subject.settings, **change)
         how = {"name": cell.gamma_policy, "drafter": cell.drafter}
-        settings = policies.of_run(self._args, subject, settings, **how)
+        settings = policies.of_run(self._args, settings, prompts, **how)
         # Programs that an earlier cell compiled are not compiled again.
-        results_lib.warm_up([(lm, settings)], subject.ids)
-        with terminal.counted("prompts", total=len(subject.ids)) as advance:
+        results_lib.warm_up([settings], prompts)
+        with terminal.counted("prompts", total=len(prompts)) as advance:
             how = {"repeats": self._args.repeats, "after_prompt": advance}
-            each = subject.prompts, subject.ids
-            found = results_lib.run_prompts(lm, settings, *each, hands_on=False, **how)
+            found = results_lib.run_prompts(settings, prompts, hands_on=False, **how)
             found = list(found)
         summary, by_category = results_lib.rows_of(found)
         about = {"capacity": settings.capacity, **self.about(cell)}
         yield cell.to_row() | summary | {"by_category": by_category} | about
-
-
-def _of_category(subject: models.Subject, category: str) -> models.Subject:
-    """Returns the subject with the prompts of one category; `ALL` keeps them all."""
-    prompts = subject.prompts
-    own = [n for n, one in enumerate(prompts) if category in (ALL, one.category)]
-    parts = {"prompts": [prompts[n] for n in own], "ids": [subject.ids[n] for n in own]}
-    return dataclasses.replace(subject, **parts)
 
 
 def unfinished(bench: Bench, cells: Sequence[Cell], rows: Sequence[dict]) -> list[Cell]:

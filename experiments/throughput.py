@@ -137,19 +137,19 @@ def settings_of(
     settings = dataclasses.replace(subject.settings, num_slots=way.batch)
     schedule = args.schedule if way.scheduled else None
     how = {"name": args.gamma_policy, "schedule": schedule}
-    settings = policies.of_run(args, subject, settings, **how)
+    settings = policies.of_run(args, settings, subject.prompts, **how)
     return dataclasses.replace(settings, gamma=way.gamma)
 
 
-def run_ways(lm, settings, ids, turns, *, repeats: int) -> Iterator[dict[str, Any]]:
+def run_ways(settings, ids, turns, *, repeats: int) -> Iterator[dict[str, Any]]:
     """Runs all ways in turn, after a brief run of each that compiles; adds to `turns`,
     and yields the row of each turn."""
     with terminal.counted("runs", total=(repeats + 1) * len(turns)) as advance:
         for way in turns:
-            _once(lm, dataclasses.replace(settings[way], gen_tokens=1), ids, way)
+            _once(dataclasses.replace(settings[way], gen_tokens=1), ids, way)
             advance()
         for repeat, way in itertools.product(range(repeats), turns):
-            done = _once(lm, settings[way], ids, way)
+            done = _once(settings[way], ids, way)
             if way == ALONE:  # Always the first way.
                 alone = done
             turn = Turn(
@@ -166,11 +166,11 @@ def run_ways(lm, settings, ids, turns, *, repeats: int) -> Iterator[dict[str, An
             advance()
 
 
-def _once(lm, settings, ids, way: Way) -> list[runs.Run]:
+def _once(settings, ids, way: Way) -> list[runs.Run]:
     """Runs all prompts once in a way."""
     if way.batch is None:
-        return [runs.run_plain(lm, settings, prompt) for prompt in ids]
-    return runs.run_batch(lm, settings, ids)
+        return [runs.run_plain(settings, prompt) for prompt in ids]
+    return runs.run_batch(settings, ids)
 
 
 COLUMNS = {
@@ -190,14 +190,13 @@ def run(
 ) -> int:
     """Loads, runs and compares; returns the exit status."""
     lm = models.load(args, drafter=args.drafter, gamma_max=max(args.gamma))
-    sampling = flags.sampling_settings(args)
-    subject = models.prepare(args, lm, args.prompts, sampling=sampling)
     if args.adversarial:
         size = lm.target.config.vocab_size
         wrong = forced_drafter.ForcedDrafter(inner=lm.drafter, vocab_size=size)
         lm = dataclasses.replace(lm, drafter=wrong)  # `runs` makes all drafts wrong.
-        subject = dataclasses.replace(subject, lm=lm)
-    ids = subject.ids
+    sampling = flags.sampling_settings(args)
+    subject = models.prepare(args, lm, args.prompts, sampling=sampling)
+    ids = [one.ids for one in subject.prompts]
     if max(args.batch) > len(ids):
         console.print(f"--batch: at most {len(ids)} slots, as there are prompts")
     ways = ways_of(args, subject.settings, num_prompts=len(ids))
@@ -212,7 +211,7 @@ def run(
         | records.provenance()
     )
     turns: dict[Way, list[Turn]] = {way: [] for way in ways}
-    out.write_all(run_ways(lm, made, ids, turns, repeats=args.repeats))
+    out.write_all(run_ways(made, ids, turns, repeats=args.repeats))
     rows = [row_of(way, turns[way], turns[ALONE]) for way in ways]
     out.write_all(rows)
     tables.print_rows([row | out.common for row in rows], COLUMNS, console)

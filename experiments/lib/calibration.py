@@ -184,15 +184,16 @@ def fit(subject: models.Subject, temperature: float, *, seed: int) -> dict[str, 
     Raises:
       ValueError: a drafter without confidences, or texts too short for a whole round.
     """
-    drafter = protocols.complete(subject.lm.drafter).for_schedule()
-    lm, draws = dataclasses.replace(subject.lm, drafter=drafter), None
+    lm, draws = subject.settings.lm, None
+    drafter = protocols.complete(lm.drafter).for_schedule()
+    lm = dataclasses.replace(lm, drafter=drafter)
     if temperature:
         draws = sampling.make_settings(temperature=temperature, seed=seed)
-    settings = dataclasses.replace(subject.settings, sampling=draws)
-    scheduler = runs.make_scheduler(lm, settings)
+    settings = dataclasses.replace(subject.settings, lm=lm, sampling=draws)
+    scheduler = runs.make_scheduler(settings)
     recorded = []
-    for prompt in subject.ids:
-        state = scheduler.begin(runs.make_request(lm, settings, prompt))
+    for prompt in subject.prompts:
+        state = scheduler.begin(runs.make_request(settings, prompt.ids))
         rounds = record_rounds(
             scheduler.speculator, state, max_rounds=settings.gen_tokens
         )

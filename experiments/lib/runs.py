@@ -1,10 +1,9 @@
 """Runs of prompts, plain and speculative in turn: tokens, counters and times.
 
-`Settings` has what a run does with a prompt; a `LanguageModel` has the models;
-`results` compares runs. Every run gets a fresh cache, allocated outside the timed
-region. The time of one sequence is that of its prompt's prefill and of one call that
-generates everything; that of several slots is the time of the whole batch. Compilation
-is done before, by `results.warm_up`.
+`Settings` has all that a run needs but the prompt; `results` compares runs. Every run
+gets a fresh cache, allocated outside the timed region. The time of one sequence is that
+of its prompt's prefill and of one call that generates everything; that of several slots
+is the time of the whole batch. Compilation is done before, by `results.warm_up`.
 """
 
 import contextlib
@@ -12,7 +11,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +36,9 @@ from spec_jax.rules import sampling as sampling_lib
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that decides a run of a prompt, besides the models."""
+    """The models, and everything else that decides a run of a prompt."""
 
+    lm: loading.LanguageModel
     gamma: int
     gen_tokens: int
     capacity: int
@@ -49,7 +48,6 @@ class Settings:
     sampling: sampling_lib.SamplingSettings | None = None  # None: greedy
     gamma_policy: policy.GammaPolicy | None = None  # None: always `gamma`
     policy_state: policy.State = None  # before each prompt's first round
-    draft_params: Any = None  # with the costs of rounds; None: the model's own
     rule: verification.Rule = "coupled"
     num_slots: int = 1
     processor: processors.Processor | None = None  # of logits
@@ -87,12 +85,13 @@ def matches(run: Run, plain: Run) -> bool:
     return run.tokens == plain.tokens and not run.nonfinite and not plain.nonfinite
 
 
-def run_plain(lm: loading.LanguageModel, settings: Settings, prompt: list[int]) -> Run:
+def run_plain(settings: Settings, prompt: list[int]) -> Run:
     """Decodes one prompt, one token a step."""
-    kv, max_steps = new_cache(lm, settings), jnp.int32(settings.gen_tokens)
+    lm = settings.lm
+    kv, max_steps = new_cache(settings), jnp.int32(settings.gen_tokens)
     jax.block_until_ready((kv, max_steps))
     started = time.perf_counter()
-    state = jax.block_until_ready(begin_plain(lm, settings, prompt, kv))
+    state = jax.block_until_ready(begin_plain(settings, prompt, kv))
     prefilled = time.perf_counter()
     state = jax.block_until_ready(
         baseline.generate(lm.target, lm.params, state, max_steps=max_steps)
@@ -109,16 +108,14 @@ def run_plain(lm: loading.LanguageModel, settings: Settings, prompt: list[int]) 
     )
 
 
-def new_cache(lm: loading.LanguageModel, settings: Settings) -> paged.PagedKV:
+def new_cache(settings: Settings) -> paged.PagedKV:
     """Returns an empty cache of the target, of the settings' sizes."""
-    return lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size)
+    sizes = {"capacity": settings.capacity, "page_size": settings.page_size}
+    return settings.lm.target.new_cache(**sizes)
 
 
 def begin_plain(
-    lm: loading.LanguageModel,
-    settings: Settings,
-    prompt: list[int],
-    kv: paged.PagedKV | None = None,
+    settings: Settings, prompt: list[int], kv: paged.PagedKV | None = None
 ) -> baseline.DecodeState:
     """Returns autoregressive decoding before its first step.
 
@@ -126,9 +123,9 @@ def begin_plain(
       kv: empty, and donated; a new one if None.
     """
     return baseline.begin(
-        lm.target,
-        lm.params,
-        new_cache(lm, settings) if kv is None else kv,
+        settings.lm.target,
+        settings.lm.params,
+        new_cache(settings) if kv is None else kv,
         prompt,
         max_tokens=settings.gen_tokens,
         prefill_by_rows=settings.prefill_by_rows,
@@ -138,16 +135,14 @@ def begin_plain(
     )
 
 
-def make_scheduler(
-    lm: loading.LanguageModel, settings: Settings
-) -> scheduler_lib.Scheduler:
+def make_scheduler(settings: Settings) -> scheduler_lib.Scheduler:
     """Returns the scheduler of `settings.num_slots` slots."""
-    own = lm.drafter_params
+    lm = settings.lm
     algo = algorithms.speculative(
         lm.target, lm.drafter, rule=settings.rule, policy=settings.gamma_policy
     )
     return algo.scheduler(
-        (lm.params, own if settings.draft_params is None else settings.draft_params),
+        (lm.params, lm.drafter_params),
         num_slots=settings.num_slots,
         capacity=settings.capacity,
         page_size=settings.page_size,
@@ -158,7 +153,6 @@ def make_scheduler(
 
 
 def make_request(
-    lm: loading.LanguageModel,
     settings: Settings,
     prompt: list[int],
     text: Sequence[int] | None = None,
@@ -172,15 +166,16 @@ def make_request(
         writes after it; None: it is decoded here.
       rate: the share of an oracle's drafts that are right.
     """
-    known, is_forced = None, isinstance(lm.drafter, forced_drafter.ForcedDrafter)
-    if is_forced or isinstance(lm.drafter, oracle.Oracle):
+    known, drafter = None, settings.lm.drafter
+    is_forced = isinstance(drafter, forced_drafter.ForcedDrafter)
+    if is_forced or isinstance(drafter, oracle.Oracle):
         if text is None:
-            text = [*prompt, *run_plain(lm, settings, prompt).tokens]
+            text = [*prompt, *run_plain(settings, prompt).tokens]
         known = oracle.make_trace(text, rate=rate)
     if is_forced:  # None of its drafts is kept.
         size = settings.capacity - len(text)  # One for all: nothing compiles anew.
         trace = jnp.asarray(np.pad(np.int32(text), (0, size)))
-        parts = {"draft": lm.drafter_params, "kept": jnp.zeros_like(trace)}
+        parts = {"draft": settings.lm.drafter_params, "kept": jnp.zeros_like(trace)}
         known = forced_drafter.ForcedParams(trace=trace, **parts)
     return requests_lib.Request(
         prompt=prompt,
@@ -192,12 +187,10 @@ def make_request(
     )
 
 
-def run_speculative(
-    lm: loading.LanguageModel, settings: Settings, prompt: list[int]
-) -> Run:
+def run_speculative(settings: Settings, prompt: list[int]) -> Run:
     """Generates one prompt by rounds."""
-    scheduler = make_scheduler(lm, dataclasses.replace(settings, num_slots=1))
-    request = make_request(lm, settings, prompt)
+    scheduler = make_scheduler(dataclasses.replace(settings, num_slots=1))
+    request = make_request(settings, prompt)
     scheduler.check(request)
     state = scheduler.empty(
         draws=settings.sampling is not None, processor=settings.processor
@@ -216,7 +209,7 @@ def run_speculative(
     slot = requests_lib.slot_of(jax.device_get(state.slots), 0)
     return as_run(
         slot,
-        vocab_size=lm.target.config.vocab_size,
+        vocab_size=scheduler.vocab_size,
         prefill_s=prefilled - started,
         decode_s=finished - prefilled,
     )
@@ -240,7 +233,6 @@ def as_run(
 
 
 def run_batch(
-    lm: loading.LanguageModel,
     settings: Settings,
     prompts: Sequence[list[int]],
     *,
@@ -252,8 +244,8 @@ def run_batch(
     are shared out over the prompts by the tokens that each generated, so that totals
     are those of the batch; prefill and decoding overlap and are not told apart.
     """
-    scheduler = make_scheduler(lm, settings)
-    requests = [make_request(lm, settings, prompt) for prompt in prompts]
+    scheduler = make_scheduler(settings)
+    requests = [make_request(settings, prompt) for prompt in prompts]
     state = scheduler.empty(
         draws=settings.sampling is not None, processor=settings.processor
     )
@@ -276,10 +268,7 @@ def run_batch(
 
 
 def mismatches(
-    lm: loading.LanguageModel,
-    settings: Settings,
-    prompt: list[int],
-    tokens: Sequence[int],
+    settings: Settings, prompt: list[int], tokens: Sequence[int]
 ) -> int | None:
     """Returns how many tokens of a generated text decoding would not have chosen; None
     where a rule keeps decoding's distribution alone.
@@ -289,13 +278,13 @@ def mismatches(
     """
     if not settings.is_exact:
         return None
-    state = begin_plain(lm, settings, prompt)
+    state = begin_plain(settings, prompt)
     new = slice(len(prompt), len(prompt) + len(tokens))
     text = np.array(state.tokens)
     text[new] = tokens
     _, chosen = baseline.replay(
-        lm.target,
-        lm.params,
+        settings.lm.target,
+        settings.lm.params,
         state.cache,
         tokens=jnp.asarray(text),
         start=jnp.int32(new.start),
