@@ -210,7 +210,7 @@ def verify(
     ]
     print_cells(found, {"prompts": ",d"}, console)
     lines = []
-    if left_out := len(certificate["cells"]) - len(plan.cells):
+    if left_out := certificate["left_out"]:
         lines.append(f"{left_out} cells of superseded designs are left out")
     if certificate["environment"].get("git_dirty"):
         lines.append("made of changed code: its commit does not say which code it was")

@@ -196,23 +196,19 @@ def replay(
         slab=drafter.gamma_max + 1,
     )
     algo = algorithms.speculative(target, drafter, policy=way.policy)
-    is_told = isinstance(drafter, oracle.Oracle)
-    request = requests_lib.Request(
-        prompt=prompt,
+    if isinstance(drafter, oracle.Oracle):
+        params = oracle.make_trace(trace.tolist())
+    both = jnp.asarray(trace), params
+    state = algo.init(
+        both,
+        [prompt],
         max_tokens=len(texts.generated[number]),
         gamma=way.gamma,
         sampling=texts.settings,
-        draft_params=oracle.make_trace(whole) if is_told else None,
-    )
-    both = jnp.asarray(trace), params
-    state = algo.scheduler(
-        both,
-        num_slots=1,
-        stop_ids=(),
         policy_state=way.state,
         capacity=texts.capacity,
         page_size=texts.about["page_size"],
-    ).begin(request)
+    )
     if way.known is not None:
         known = each.lift(drafter, 1).begun(way.known, 0)
         state = state.replace(memory=state.memory.replace(known=known))

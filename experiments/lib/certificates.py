@@ -18,6 +18,8 @@ from spec_jax.debug import evidence
 FORMAT = "spec_jax exactness certificate"
 VERSION = 1
 KINDS = ("plain", "spec")
+REMOVED = {"verify_path": "paged-decode", "draft_cache": "persistent"}
+"""Axes that cells once had, each with the value that all cells have today."""
 
 
 def sha256_of(value: Any) -> str:
@@ -76,7 +78,8 @@ def write(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """Reads a certificate.
+    """Reads a certificate; its cells lack the axes of `REMOVED`, and `left_out` counts
+    those that had other values of these, which no code runs any more.
 
     Raises:
       ValueError: no regular file, no certificate, one of another version, or one whose
@@ -103,7 +106,12 @@ def read(path: pathlib.Path) -> dict[str, Any]:
             f"{sha256_of(body)[:12]}.., and it says "
             f"{str(certificate.get('sha256'))[:12]}.."
         )
-    return certificate
+    for entry in certificate["cells"]:
+        items = (REMOVED | entry["cell"]).items()
+        entry["cell"] = {k: x for k, x in items if REMOVED.get(k) != x}
+    kept = [one for one in certificate["cells"] if not REMOVED.keys() & one["cell"]]
+    left_out = len(certificate["cells"]) - len(kept)
+    return certificate | {"cells": kept, "left_out": left_out}
 
 
 def _commit(certificate: Mapping[str, Any]) -> str:
@@ -111,28 +119,13 @@ def _commit(certificate: Mapping[str, Any]) -> str:
     return f" (commit {commit})" if commit else ""
 
 
-REMOVED = {"verify_path": "paged-decode", "draft_cache": "persistent"}
-"""Axes that cells once had, each with the value that all cells have today."""
-
-
-def entries_of(certificate: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the entries of cells that can be run, without the axes of `REMOVED`."""
-    found = []
-    for entry in certificate["cells"]:
-        cell = {**REMOVED, **entry["cell"]}
-        if REMOVED.items() <= cell.items():
-            own = {name: value for name, value in cell.items() if name not in REMOVED}
-            found.append({**entry, "cell": own})
-    return found
-
-
 def cells_of(certificate: Mapping[str, Any]) -> list[cells_lib.Cell]:
-    """Returns a certificate's cells, without cells of removed designs.
+    """Returns a certificate's cells.
 
     Raises:
       ValueError: cells with an axis that this code does not know.
     """
-    cells = [entry["cell"] for entry in entries_of(certificate)]
+    cells = [entry["cell"] for entry in certificate["cells"]]
     unknown = sorted({axis for cell in cells for axis in cell} - {*cells_lib.AXES})
     if unknown:
         raise ValueError(
@@ -153,7 +146,7 @@ def agreement(
       rows: from a run of the certificate's cells, for some or all of its prompts.
     """
     lists, found = certificate["lists"], {}
-    for entry, cell in zip(entries_of(certificate), cells_of(certificate), strict=True):
+    for entry, cell in zip(certificate["cells"], cells_of(certificate), strict=True):
         own = [row for row in rows if row["cell"] == cell.name]
         found[cell.name] = {
             what: sum(
