@@ -237,11 +237,7 @@ def run(
 ) -> int:
     """Predicts, runs every drafter and gamma, and compares; returns the exit status."""
     subject, designs = load(args)
-    out.common = (
-        models.describe(args, subject.settings.lm)
-        | {"prompt_source": args.prompts}
-        | records.provenance()
-    )
+    out.common = models.common(args, subject.settings.lm)
     gammas = ", ".join(map(str, args.gamma))
     words = ", ".join(args.drafter), f"gamma {gammas}"
     models.announce(args, subject, console, *words)

@@ -32,7 +32,6 @@ from experiments.lib import (
     flags,
     models,
     processing,
-    prompt_files,
     records,
     tables,
     terminal,
@@ -184,13 +183,8 @@ def run(
     settings |= {"sampling": sampling, "page_size": args.page_size}
     processor = processing.of(args, lm)
     settings |= {"n": args.samples, "processors": processor}
-    out.common = (
-        models.describe(args, lm)
-        | {"drafter": args.drafter, "samples": args.samples, "batch": args.batch}
-        | {"prompt_source": prompt_files.without_folders(args.prompts)}
-        | {"prompts": len(ids)}
-        | records.provenance()
-    )
+    out.common = models.common(args, lm, "drafter", "samples", "batch")
+    out.common |= {"prompts": len(ids)}
     texts, seconds = roll_out(lm, ids, gammas, settings, repeats=args.repeats)
     samples = out.write_all(compare(lm, texts, sampling, processor))
     rows = out.write_all(summaries(samples, seconds, texts))

@@ -17,7 +17,6 @@ from experiments.lib import (
     flags,
     models,
     policies,
-    prompt_files,
     records,
     results as results_lib,
     samples,
@@ -99,19 +98,15 @@ def load(args: argparse.Namespace) -> models.Subject:
 
 
 def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
-    """Returns the settings of the run, for the summary row."""
-    names = ("drafter", "cache", "batch", "gamma_policy")
-    chosen = {name: getattr(args, name) for name in names}
-    if args.schedule:
-        chosen["schedule"] = args.schedule.name
+    """Returns the fields of the summary row beside its numbers."""
+    settings, names = subject.settings, ("drafter", "cache", "batch", "gamma_policy")
     return {
-        **models.describe(args, subject.settings.lm),
-        **chosen,
-        "gamma": subject.settings.gamma,
+        **models.common(args, settings.lm, *names),
+        **({"schedule": args.schedule.name} if args.schedule else {}),
+        "gamma": settings.gamma,
         "tree": args.tree and str(args.tree),
-        "prompt_source": prompt_files.without_folders(args.prompts),
-        "capacity": subject.settings.capacity,
-        "prefill": "rows" if subject.settings.prefill_by_rows else "batched",
+        "capacity": settings.capacity,
+        "prefill": "rows" if settings.prefill_by_rows else "batched",
     }
 
 
@@ -136,7 +131,7 @@ def run(
             out.write(result.row())
             results.append(result)
     summary, by_category = results_lib.rows_of(results, is_batch=args.batch is not None)
-    out.common = describe(args, subject) | records.provenance()
+    out.common = describe(args, subject)
     out.write({"kind": "summary", **summary, "by_category": by_category}
               | {"compile_s": compile_s})  # fmt: skip
     names = ("temperature", *flags.NOISE, "seed") if args.temperature else ()

@@ -10,6 +10,7 @@ from experiments.lib import (
     processing,
     prompt_files,
     prompts as prompts_lib,
+    records,
     runs,
     terminal,
 )
@@ -230,3 +231,14 @@ def describe(
     for name in ("chat_option", "processor"):
         names += (name,) * bool(getattr(args, name, None))
     return found | {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def common(
+    args: argparse.Namespace, lm: loading.LanguageModel, *names: str
+) -> dict[str, Any]:
+    """Returns the fields that all rows of a script have: those of `describe`, of flags
+    with these names, of the prompts, if any, and of where the numbers are from."""
+    about = describe(args, lm) | {name: getattr(args, name) for name in names}
+    if hasattr(args, "prompts"):
+        about["prompt_source"] = prompt_files.without_folders(args.prompts)
+    return about | records.provenance()

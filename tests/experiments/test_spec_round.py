@@ -116,9 +116,9 @@ def test_throughput_that_differed_once(folders, tmp_path, monkeypatch):
     """Fails if the last repeat alone decides the row and the exit status."""
     real, calls = throughput._once, []
 
-    def corrupted(settings, ids, way):
+    def corrupted(way, settings, ids):
         calls.append(way)
-        done = real(settings, ids, way)
+        done = real(way, settings, ids)
         if way.gamma and calls.count(way) == 2:  # the first repeat, after a brief run
             done = [with_another_token(done[0]), *done[1:]]
         return done
