@@ -146,12 +146,7 @@ def run(
         console,
     )
     across = suite.across_pages(cells, rows)
-    wrong = suite.warnings(summaries)
-    for bits, count in across:
-        where = ", ".join(f"{axis} {value}" for axis, value in bits.items())
-        wrong.append(f"{count} prompts of decoding ({where}) have other bits on other "
-                     "pages")  # fmt: skip
-    for line in wrong:
+    for line in (*suite.warnings(summaries), *across):
         console.out(line, style="bold red")
     _print_differences(rows, console)
     if args.certificate:

@@ -139,23 +139,15 @@ BIT_AXES = ("dtype", "weights", "impl", "slab", "prefill", "sampling")
 PLAIN_AXES = (*BIT_AXES, "page_size", "cache")
 
 
-def star(axes: Mapping[str, Sequence]) -> list[Cell]:
-    """Returns the cell of all first values, and one for each other value of an axis."""
+def of_axes(axes: Mapping[str, Sequence], *, is_product: bool = False) -> list[Cell]:
+    """Returns the cell of all first values, and one for each other value of an axis, or
+    a cell for every combination; cells that share decoding are neighbours."""
     base = {axis: values[0] for axis, values in axes.items()}
-    varied = [
-        base | {axis: value} for axis, values in axes.items() for value in values[1:]
-    ]
-    return _in_order([base, *varied])
-
-
-def product(axes: Mapping[str, Sequence]) -> list[Cell]:
-    """Returns a cell for every combination of values."""
-    combinations = itertools.product(*axes.values())
-    return _in_order([dict(zip(axes, values, strict=True)) for values in combinations])
-
-
-def _in_order(choices: Sequence[Mapping[str, Any]]) -> list[Cell]:
-    """Returns each cell once; cells that share decoding are neighbours."""
+    choices = [base]
+    choices += [base | {axis: x} for axis, values in axes.items() for x in values[1:]]
+    if is_product:
+        combinations = itertools.product(*axes.values())
+        choices = [dict(zip(axes, values, strict=True)) for values in combinations]
     cells = list(dict.fromkeys(map(_cell, choices)))
     plains = [cell.plain for cell in cells]
     return sorted(cells, key=lambda cell: plains.index(cell.plain))
@@ -183,11 +175,6 @@ def _cell(choice: Mapping[str, Any]) -> Cell:
         )
     slab = row_model.slab_for(choice["impl"], slab)
     return Cell(**{**choice, "gamma": gamma, "slab": slab})
-
-
-def by_plain(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Returns the cells in groups of neighbours that share decoding."""
-    return [list(group) for _, group in itertools.groupby(cells, lambda c: c.plain)]
 
 
 def label(cell: Cell, base: Cell) -> str:

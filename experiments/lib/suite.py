@@ -9,6 +9,7 @@ prompts before it.
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -83,7 +84,7 @@ class Plan:
     """
 
     models: Models
-    # In the order of `exact_cells.star` and `exact_cells.product`
+    # In the order of `exact_cells.of_axes`
     cells: Sequence[cells_lib.Cell]
     prompts: Sequence[prompt_files.Prompt]
     gen_tokens: int
@@ -201,7 +202,8 @@ def rows_of(plan: Plan, cells: Sequence[cells_lib.Cell]) -> Iterator[dict[str, A
     batches refill their slots; each prompt of a part is decoded once.
     """
     count = len(plan.prompts)
-    for group in cells_lib.by_plain(cells):
+    for _, sharing in itertools.groupby(cells, lambda cell: cell.plain):
+        group = list(sharing)
         lm, slots = None, {}  # All cells of a group have one target and draft.
         largest = max(cell.batch for cell in group)
         size = 2 * largest if largest > 1 else 1
@@ -305,21 +307,20 @@ def warnings(summaries: Sequence[Row]) -> list[str]:
     return found
 
 
-def across_pages(
-    cells: Sequence[cells_lib.Cell], rows: Sequence[Row]
-) -> list[tuple[dict[str, Any], int]]:
-    """Returns how many prompts have decoded bits that depend on pages, as none may.
-
-    An entry is a choice of `exact_cells.BIT_AXES` with such prompts, and their number.
-    """
+def across_pages(cells: Sequence[cells_lib.Cell], rows: Sequence[Row]) -> list[str]:
+    """Returns sentences on prompts whose decoded bits depend on pages, as none may: one
+    for each choice of `exact_cells.BIT_AXES` with such prompts."""
     bits_of = {cell.name: tuple(cell.bits.items()) for cell in cells}
     seen: dict[tuple, dict[int, set]] = {}
     for row in rows:
         by_prompt = seen.setdefault(bits_of[row["cell"]], {})
         hashes = tuple(row["plain_sha256"][what] for what in evidence.WHATS)
         by_prompt.setdefault(row["index"], set()).add(hashes)
-    counts = {
-        bits: int(np.sum([len(hashes) > 1 for hashes in by_prompt.values()]))
-        for bits, by_prompt in seen.items()
-    }
-    return [(dict(bits), count) for bits, count in counts.items() if count]
+    found = []
+    for bits, by_prompt in seen.items():
+        count = sum(len(hashes) > 1 for hashes in by_prompt.values())
+        if count:
+            told = ", ".join(f"{axis} {value}" for axis, value in bits)
+            words = f"prompts of decoding ({told}) have other bits on other pages"
+            found.append(f"{count} {words}")
+    return found

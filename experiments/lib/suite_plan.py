@@ -110,7 +110,7 @@ def from_flags(args: argparse.Namespace) -> suite.Plan:
         names = axes["drafter"]
         axes["drafter"] = tuple(n for n in names if n not in registry.NEED_DRAFT)
     axes["impl"] = tuple(dict.fromkeys(map(dispatch.resolve, axes["impl"])))
-    cells = (cells_lib.product if args.product else cells_lib.star)(axes)
+    cells = cells_lib.of_axes(axes, is_product=args.product)
     if is_gpu and args.certificate:
         _check_repeatable(cells)
     prompts, gen_tokens = FULL if args.full else BRIEF
