@@ -87,17 +87,16 @@ def head_drafter(
     config: eagle3_params.Eagle3Config | block_params.BlockConfig,
     target: row_model.RowModel,
     *,
-    gamma_max: int | None = None,
     tree_rows: int | None = None,
 ) -> eagle3.Eagle3 | block.BlockDrafter:
     """Returns the drafter of the head of that config, for this target.
 
     Args:
-      gamma_max: of a chain; None: all drafts of a block, or `HEAD_DRAFTS`.
-      tree_rows: rows of its trees, see `comb`; None: it drafts chains.
+      tree_rows: rows of its trees, see `comb`; None: it drafts chains, of all drafts of
+        a block, or of `HEAD_DRAFTS`.
     """
     is_eagle3 = isinstance(config, eagle3_params.Eagle3Config)
-    most = gamma_max or (HEAD_DRAFTS if is_eagle3 else config.num_drafts)
+    most = HEAD_DRAFTS if is_eagle3 else config.num_drafts
     kind = eagle3.Eagle3 if is_eagle3 else block.BlockDrafter
     drafter = kind.of_head(config, target, gamma_max=most)
     return drafter.for_tree(comb(tree_rows)) if tree_rows else drafter
