@@ -81,12 +81,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 class Sides:
     """The same weights on both sides, and the settings of both."""
 
+    lm: loading.LanguageModel  # `drafter` is None where there is no draft model
     hf: hf.Baseline
-    settings: runs_lib.Settings  # its drafter is None where there is no draft model
+    settings: runs_lib.Settings
 
     def ways(self, gammas: Sequence[int]) -> list[compare.Run]:
         """Returns each run that the sides have models for, in the table's order."""
-        methods = [hf.DRAFT_MODEL] * bool(self.settings.lm.drafter) + [hf.PROMPT_LOOKUP]
+        methods = [hf.DRAFT_MODEL] * bool(self.lm.drafter) + [hf.PROMPT_LOOKUP]
         drafted = [(method, gamma) for method in methods for gamma in gammas]
         return [
             compare.Run(side=side, method=method, gamma=gamma)
@@ -96,7 +97,7 @@ class Sides:
 
     def generate(self, run: compare.Run, prompt: list[int]) -> compare.Generated:
         """Generates once from a prompt, in the way that `run` names."""
-        settings = self.settings
+        lm, settings = self.lm, self.settings
         if run.side == THEIRS:
             how = {"method": run.method, "gamma": run.gamma}
             how |= {"max_tokens": settings.gen_tokens, "stop_ids": settings.stop_ids}
@@ -108,9 +109,8 @@ class Sides:
             # This drafter makes the same drafts as Hugging Face's prompt lookup.
             sizes = {"gamma_max": settings.gamma, "n_max": hf.MATCHED_NGRAM}
             drafter = ngram.hugging_face(**sizes, stop_ids=settings.stop_ids)
-            lm = settings.lm.with_drafter(drafter)
-            settings = dataclasses.replace(settings, lm=lm)
-        return compare.ours(settings, prompt, gamma=run.gamma)
+            lm = lm.with_drafter(drafter)
+        return compare.ours(lm, settings, prompt, gamma=run.gamma)
 
 
 def load(args: argparse.Namespace) -> tuple[Sides, models_lib.Subject]:
@@ -137,8 +137,7 @@ def load(args: argparse.Namespace) -> tuple[Sides, models_lib.Subject]:
             target = pathlib.Path(name)
             lm.save(target)
         baseline = hf.load(target, draft, **how)
-    settings = dataclasses.replace(subject.settings, lm=lm)
-    return Sides(hf=baseline, settings=settings), subject
+    return Sides(lm=lm, hf=baseline, settings=subject.settings), subject
 
 
 def row_of(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str, Any]:
@@ -202,7 +201,7 @@ def run(
     """Loads models, measures, writes and prints rows; returns the exit status."""
     sides, subject = load(args)
     out.common = {
-        **models_lib.describe(args, sides.settings.lm),
+        **models_lib.describe(args, sides.lm),
         "prompt_source": args.prompts,
         "stop_ids": sides.settings.stop_ids,
         "matched_ngram": hf.MATCHED_NGRAM,

@@ -121,8 +121,7 @@ class Sides:
         settings, (first, *others) = self.settings, self.args.gguf
         lm = self.lms.get(run.method, next(iter(self.lms.values())))
         if run.side == compare.OURS:
-            settings = dataclasses.replace(settings, lm=lm)
-            return compare.ours(settings, prompt, gamma=run.gamma)
+            return compare.ours(lm, settings, prompt, gamma=run.gamma)
         done, prompt_tokens = llama_cpp.generate(
             self.args.llama_bin,
             {path.stem: path for path in others}.get(run.method, first),

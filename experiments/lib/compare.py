@@ -58,8 +58,15 @@ def bytes_of(lm: loading.LanguageModel, tokens: Sequence[int]) -> bytes:
     return b"".join(lm.tokenizer.bytes_of(int(token)) for token in tokens)
 
 
-def ours(settings: runs.Settings, prompt: list[int], *, gamma: int | None) -> Generated:
-    """Generates on our side; raises as `runs.run_plain`."""
+def ours(
+    lm: loading.LanguageModel,
+    settings: runs.Settings,
+    prompt: list[int],
+    *,
+    gamma: int | None,
+) -> Generated:
+    """Generates on our side, by `lm`; raises as `runs.run_plain`."""
+    settings = dataclasses.replace(settings, lm=lm)
     if gamma is None:
         done, counters = runs.run_plain(settings, prompt), None
     else:
@@ -70,7 +77,7 @@ def ours(settings: runs.Settings, prompt: list[int], *, gamma: int | None) -> Ge
     return Generated(
         count=len(done.tokens),
         ids=done.tokens,
-        text=bytes_of(settings.lm, shown),
+        text=bytes_of(lm, shown),
         prefill_s=done.prefill_s,
         decode_s=done.decode_s,
         counters=counters,

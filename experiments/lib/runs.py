@@ -115,17 +115,14 @@ def new_cache(settings: Settings) -> paged.PagedKV:
 
 
 def begin_plain(
-    settings: Settings, prompt: list[int], kv: paged.PagedKV | None = None
+    settings: Settings, prompt: list[int], kv: paged.PagedKV
 ) -> baseline.DecodeState:
-    """Returns autoregressive decoding before its first step.
-
-    Args:
-      kv: empty, and donated; a new one if None.
-    """
+    """Returns autoregressive decoding before its first step; `kv` is empty, and
+    donated."""
     return baseline.begin(
         settings.lm.target,
         settings.lm.params,
-        new_cache(settings) if kv is None else kv,
+        kv,
         prompt,
         max_tokens=settings.gen_tokens,
         prefill_by_rows=settings.prefill_by_rows,
@@ -207,20 +204,15 @@ def run_speculative(settings: Settings, prompt: list[int]) -> Run:
     checks.check_refused([state.cache, state.memory])
     checks.check_pages(state.slots.status, state.slots.length, state.cache)
     slot = requests_lib.slot_of(jax.device_get(state.slots), 0)
-    return as_run(
-        slot,
-        vocab_size=scheduler.vocab_size,
-        prefill_s=prefilled - started,
-        decode_s=finished - prefilled,
-    )
+    one = requests_lib.Finished(number=0, slot=slot, vocab_size=scheduler.vocab_size)
+    return _as_run(one, prefilled - started, finished - prefilled)
 
 
-def as_run(
-    slot: states.Slots, *, vocab_size: int | None, prefill_s: float, decode_s: float
-) -> Run:
-    """Returns the run of ONE finished slot; logits that are not finite are counted."""
+def _as_run(one: requests_lib.Finished, prefill_s: float, decode_s: float) -> Run:
+    """Returns the run of a request; logits that are not finite are counted."""
+    slot = one.slot
     with contextlib.suppress(FloatingPointError):
-        checks.check_slot(slot, vocab_size=vocab_size)
+        checks.check_slot(slot, vocab_size=one.vocab_size)
     tokens, origins = requests_lib.generated(slot), np.asarray(slot.origins)
     return Run(
         tokens=tokens,
@@ -255,15 +247,11 @@ def run_batch(
         finished.append(one)
         after_prompt()
     seconds = time.perf_counter() - started
-    total = sum(len(requests_lib.generated(one.slot)) for one in finished)
+    finished.sort(key=lambda one: one.number)
+    counts = [len(requests_lib.generated(one.slot)) for one in finished]
     return [
-        as_run(
-            one.slot,
-            vocab_size=one.vocab_size,
-            prefill_s=0.0,
-            decode_s=seconds * len(requests_lib.generated(one.slot)) / total,
-        )
-        for one in sorted(finished, key=lambda one: one.number)
+        _as_run(one, 0.0, seconds * count / sum(counts))
+        for one, count in zip(finished, counts, strict=True)
     ]
 
 
@@ -278,7 +266,7 @@ def mismatches(
     """
     if not settings.is_exact:
         return None
-    state = begin_plain(settings, prompt)
+    state = begin_plain(settings, prompt, new_cache(settings))
     new = slice(len(prompt), len(prompt) + len(tokens))
     text = np.array(state.tokens)
     text[new] = tokens
