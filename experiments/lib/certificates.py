@@ -59,13 +59,13 @@ def make(
             for kind in KINDS
         }
         entries.append(summary | results)
-    is_exact = all(entry["exact"] for entry in entries)
+    across = suite.across_pages(cells, rows)
     body = {
         "format": FORMAT,
         "version": VERSION,
         **header,
-        "exact": is_exact and not suite.across_pages(cells, rows),
-        "warnings": suite.warnings(summaries),
+        "exact": all(entry["exact"] for entry in entries) and not across,
+        "warnings": suite.warnings(summaries) + across,
         "cells": entries,
         "lists": lists,
     }
