@@ -46,9 +46,8 @@ def make(
         lists[digest] = hashes
         return digest
 
-    summaries = [suite.summarise(cell, rows) for cell in cells]
     entries = []
-    for cell, summary in zip(cells, summaries, strict=True):
+    for cell in cells:
         own = [row for row in rows if row["cell"] == cell.name]
         own.sort(key=lambda row: row["index"])
         results = {
@@ -58,18 +57,78 @@ def make(
             }
             for kind in KINDS
         }
-        entries.append(summary | results)
-    across = suite.across_pages(cells, rows)
+        entries.append(_summary(cell, own) | results)
+    across = across_pages(cells, rows)
     body = {
         "format": FORMAT,
         "version": VERSION,
         **header,
         "exact": all(entry["exact"] for entry in entries) and not across,
-        "warnings": suite.warnings(summaries) + across,
+        "warnings": _warnings(entries) + across,
         "cells": entries,
         "lists": lists,
     }
     return body | {"sha256": sha256_of(body)}
+
+
+def _summary(cell: cells_lib.Cell, own: Sequence[suite.Row]) -> dict[str, Any]:
+    """Returns the numbers of a cell, from the rows of its prompts.
+
+    `texts` counts different texts: prompts that a model continues in the same way are
+    one witness. `equal` counts prompts in which each of `evidence.WHATS` is that of
+    decoding; `exact` says whether all are, without logits of NaN or infinity, whose
+    equality proves nothing.
+    """
+    counts = ("tokens", "rounds", "proposed", "accepted")
+    counts += ("nonfinite_logits", "constant_logits")
+    equal = {
+        what: sum(all(d["what"] != what for d in row["differences"]) for row in own)
+        for what in evidence.WHATS
+    }
+    found = {
+        "cell": cell.to_row(),
+        "prompts": len(own),
+        "texts": len({row["spec_sha256"]["tokens"] for row in own}),
+        **{name: sum(row[name] for row in own) for name in counts},
+        "equal": equal,
+    }
+    is_exact = not found["nonfinite_logits"] and set(equal.values()) == {len(own)}
+    return found | {"exact": is_exact}
+
+
+def _warnings(summaries: Sequence[suite.Row]) -> list[str]:
+    """Returns sentences on logits for which equality proves less than it seems to."""
+    found = []
+    for name, what in (
+        ("nonfinite_logits", "hold NaN or infinity: equality means nothing there"),
+        ("constant_logits", "are all equal: they prove nothing"),
+    ):
+        count = sum(summary[name] for summary in summaries)
+        if count:
+            total = sum(summary["tokens"] for summary in summaries)
+            found.append(f"{count:,} of {total:,} tokens are of logits that {what}")
+    return found
+
+
+def across_pages(
+    cells: Sequence[cells_lib.Cell], rows: Sequence[suite.Row]
+) -> list[str]:
+    """Returns sentences on prompts whose decoded bits depend on pages, as none may: one
+    for each choice of `exact_cells.BIT_AXES` with such prompts."""
+    bits_of = {cell.name: tuple(cell.bits.items()) for cell in cells}
+    seen: dict[tuple, dict[int, set]] = {}
+    for row in rows:
+        by_prompt = seen.setdefault(bits_of[row["cell"]], {})
+        hashes = tuple(row["plain_sha256"][what] for what in evidence.WHATS)
+        by_prompt.setdefault(row["index"], set()).add(hashes)
+    found = []
+    for bits, by_prompt in seen.items():
+        count = sum(len(hashes) > 1 for hashes in by_prompt.values())
+        if count:
+            told = ", ".join(f"{axis} {value}" for axis, value in bits)
+            words = f"prompts of decoding ({told}) have other bits on other pages"
+            found.append(f"{count} {words}")
+    return found
 
 
 def write(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The exactness suite: a row of every prompt in every cell, and summaries of the rows.
+"""The exactness suite: a row of every prompt in every cell.
 
 Prompts are decoded, and run in the rounds of a cell, both with a recorder. Decoding
 gets its pages in another order than the rounds, so that equal bits are also equal over
@@ -265,62 +265,3 @@ def _row(
 def key(row: Row) -> tuple[str, int]:
     """Returns the cell and the prompt's index, which identify a row."""
     return row["cell"], row["index"]
-
-
-def summarise(cell: cells_lib.Cell, rows: Sequence[Row]) -> dict[str, Any]:
-    """Returns the row of a cell, from rows of prompts of any cells.
-
-    `texts` counts different texts: prompts that a model continues in the same way are
-    one witness. `equal` counts prompts in which each of `evidence.WHATS` is that of
-    decoding; `exact` says whether all are, without logits of NaN or infinity, whose
-    equality proves nothing.
-    """
-    own = [row for row in rows if row["cell"] == cell.name]
-    counts = ("tokens", "rounds", "proposed", "accepted")
-    counts += ("nonfinite_logits", "constant_logits")
-    equal = {
-        what: sum(all(d["what"] != what for d in row["differences"]) for row in own)
-        for what in evidence.WHATS
-    }
-    found = {
-        "cell": cell.to_row(),
-        "prompts": len(own),
-        "texts": len({row["spec_sha256"]["tokens"] for row in own}),
-        **{name: sum(row[name] for row in own) for name in counts},
-        "equal": equal,
-    }
-    is_exact = not found["nonfinite_logits"] and set(equal.values()) == {len(own)}
-    return found | {"exact": is_exact}
-
-
-def warnings(summaries: Sequence[Row]) -> list[str]:
-    """Returns sentences on logits for which equality proves less than it seems to."""
-    found = []
-    for name, what in (
-        ("nonfinite_logits", "hold NaN or infinity: equality means nothing there"),
-        ("constant_logits", "are all equal: they prove nothing"),
-    ):
-        count = sum(summary[name] for summary in summaries)
-        if count:
-            total = sum(summary["tokens"] for summary in summaries)
-            found.append(f"{count:,} of {total:,} tokens are of logits that {what}")
-    return found
-
-
-def across_pages(cells: Sequence[cells_lib.Cell], rows: Sequence[Row]) -> list[str]:
-    """Returns sentences on prompts whose decoded bits depend on pages, as none may: one
-    for each choice of `exact_cells.BIT_AXES` with such prompts."""
-    bits_of = {cell.name: tuple(cell.bits.items()) for cell in cells}
-    seen: dict[tuple, dict[int, set]] = {}
-    for row in rows:
-        by_prompt = seen.setdefault(bits_of[row["cell"]], {})
-        hashes = tuple(row["plain_sha256"][what] for what in evidence.WHATS)
-        by_prompt.setdefault(row["index"], set()).add(hashes)
-    found = []
-    for bits, by_prompt in seen.items():
-        count = sum(len(hashes) > 1 for hashes in by_prompt.values())
-        if count:
-            told = ", ".join(f"{axis} {value}" for axis, value in bits)
-            words = f"prompts of decoding ({told}) have other bits on other pages"
-            found.append(f"{count} {words}")
-    return found

@@ -19,7 +19,6 @@ from experiments.lib import (
     exact_cells as cells_lib,
     policies,
     records,
-    suite,
     suite_plan as plans,
 )
 from spec_jax import loading
@@ -208,7 +207,7 @@ def test_plain_bits_may_not_depend_on_pages():
         for cell in (small, large)
         for number in range(3)
     ]
-    assert suite.across_pages([small, large], rows) == []
+    assert certificates.across_pages([small, large], rows) == []
     rows[4]["plain_sha256"] = hashes | {"kv": "0"}
-    (told,) = suite.across_pages([small, large], rows)
+    (told,) = certificates.across_pages([small, large], rows)
     assert told.startswith("1 prompts of decoding (dtype bfloat16, weights dense, ")
