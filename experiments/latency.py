@@ -123,20 +123,11 @@ def _check(parser: cli.Parser, args: argparse.Namespace) -> None:
             parser.error(words)
 
 
-def load(args: argparse.Namespace) -> loading.LanguageModel:
-    """Loads the models; `--dry-run` can be for a GPU that this machine lacks."""
-    device = "auto" if args.dry_run else args.device
-    is_gpu = subjects.check_device(device) == "gpu" or args.device == "gpu"
-    if args.dry_run and is_gpu and args.impl == "auto":
-        args.impl = "triton"
-    return subjects.load(args, gamma_max=args.gamma, slab=args.slab)
-
-
 def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
     """Loads and measures, writes and prints each row; returns the exit status."""
-    lm = load(args)
+    lm = subjects.load(args, gamma_max=args.gamma, slab=args.slab)
     if args.head:  # The head decides how many tokens it drafts.
         args.gamma = lm.gamma_max
         args.gammas = (args.gamma,)

@@ -80,13 +80,6 @@ class Scaling(NamedTuple):
     shifts: np.ndarray  # [W] float32
 
 
-def unscaled(width: int) -> Scaling:
-    """Returns the scaling of `width` drafts that changes nothing."""
-    return Scaling(
-        temperatures=np.ones(width, np.float32), shifts=np.zeros(width, np.float32)
-    )
-
-
 def fit_platt(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
     """Returns the temperature and the shift of the confidence of each draft.
 
@@ -212,5 +205,6 @@ def judge(recorded: Sequence[Rounds]) -> dict[str, Any]:
     found = fit_platt(*fitted)
     row = {name: values.tolist() for name, values in found._asdict().items()}
     row |= {"fitted_rounds": len(fitted.logits), "rounds": len(reported.logits)}
-    before = report(reported, unscaled(fitted.logits.shape[1]))
+    unscaled = Scaling(np.ones_like(found.temperatures), np.zeros_like(found.shifts))
+    before = report(reported, unscaled)
     return row | {"ece_before": before["ece"]} | report(reported, found)

@@ -161,7 +161,11 @@ def load(
     args: argparse.Namespace, *, gamma_max: int, slab: int
 ) -> loading.LanguageModel:
     """Returns the models that flags name; `drafter` is None where a target is named
-    alone. With `--dry-run` presets are shapes, for an `impl` that need not run here."""
+    alone. With `--dry-run` presets are shapes, for an `impl` that need not run here:
+    Triton's for a GPU, which this machine may lack."""
+    device = check_device("auto" if args.dry_run else args.device)
+    if args.dry_run and args.impl == "auto" and "gpu" in (device, args.device):
+        args.impl = "triton"
     if args.preset:
         return _preset(args, gamma_max=gamma_max, slab=slab)
     is_alone = args.target is not None and args.draft is None
