@@ -145,8 +145,8 @@ def run(
             **sizes,
         )
     # Generations at forced acceptance, after the first context.
-    new = {"start": args.contexts[0], "generated": args.gen_tokens}
-    make_runs = functools.partial(forced_rounds.make_runs, lm, **new, **sizes)
+    new = {"lm": lm, "start": args.contexts[0], "num_new": args.gen_tokens}
+    make_runs = functools.partial(forced_rounds.Runs, **new, **sizes)
     out.common = {
         **models_lib.describe(args, lm),
         **subjects.names(args),

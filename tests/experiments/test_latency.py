@@ -165,7 +165,7 @@ def test_heads_are_forced_to_what_is_published():
 
 def test_tokens_and_keys_that_differ_are_told(lm):
     """Negative control: other tokens, another element of the keys, logits of NaN."""
-    runs = forced_rounds.make_runs(lm, start=8, generated=4, page_size=16)
+    runs = forced_rounds.Runs(lm=lm, start=8, num_new=4, page_size=16)
     trace = np.asarray(runs.plain().once().tokens)
     spec = runs.rounds(trace, np.full(trace.shape, GAMMA, np.int32), GAMMA).once()
     slot = requests_lib.slot_of(spec.slots, 0)
