@@ -39,7 +39,7 @@ from experiments.lib import (
 from spec_jax import algorithms, default_gamma, loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import choice, each, knowledge, oracle, registry
-from spec_jax.engine import forward, protocols, requests as requests_lib
+from spec_jax.engine import checks, forward, protocols, requests as requests_lib
 from spec_jax.gamma import costs as costs_lib, policy as policy_lib
 from spec_jax.model import decoder, tokenizer
 from spec_jax.paging import index
@@ -184,10 +184,8 @@ def replay(
       next text, which keeps what a policy or a choice learnt.
     """
     (drafter, params), prompt = built, texts.prompts[number]
-    whole = [*prompt, *texts.generated[number]]
     # All traces have one size, so that no prompt compiles anew.
-    trace = np.zeros(texts.capacity + 1, np.int32)
-    trace[: len(whole)] = whole
+    trace = checks.text_buffer([*prompt, *texts.generated[number]], texts.capacity)
     vocab_size = protocols.complete(drafter).vocab_size or texts.vocab_size
     target = forward.ForwardTarget(
         forward_rows=follow,
