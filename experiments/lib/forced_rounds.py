@@ -11,14 +11,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments.lib import bench, forced_drafter, noise, works
-from spec_jax import loading, testing
+from spec_jax import loading
+from spec_jax.debug import evidence
 from spec_jax.engine import protocols, requests as requests_lib, state as states
-from spec_jax.model import row_model
 from spec_jax.paging import cache as paged
 
 
@@ -87,19 +86,10 @@ class Runs:
         kept = np.zeros((trace.size + self.lm.gamma_max,), np.int32)
         return [self.plain(), self.rounds(trace, kept, gamma)]
 
-    def written(self, kv: paged.PagedKV) -> list[tuple[jax.Array, jax.Array]]:
-        """Returns keys and values by layer of all tokens but the last, which has none:
-        of the context, which is the same in all runs, and of generated tokens."""
-        where = (row_model.SLOT, self.limit - 1)
-        return [paged.gather(kv, layer, *where) for layer in range(len(kv.k))]
-
-
-def differing(actual: Any, expected: Any) -> int:
-    """Counts the elements of two pytrees that differ as integers."""
-    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    return sum(
-        int(np.sum(testing.bits(left) != testing.bits(right))) for left, right in pairs
-    )
+    def written(self, kv: paged.PagedKV) -> np.ndarray:
+        """Returns keys and values of all tokens but the last, which has none: of the
+        context, which is the same in all runs, and of generated tokens, as integers."""
+        return np.stack(evidence.committed_kv(kv, self.limit - 1))
 
 
 def measure(
@@ -143,7 +133,7 @@ def measure(
 
         def checked() -> float:
             seconds, state = timed(), last.pop()
-            wrong = differing(runs.written(state.cache), expected)
+            wrong = int(np.sum(runs.written(state.cache) != expected))
             # Keeps counts alone: the cache is large.
             slot = requests_lib.slot_of(state.slots, 0)
             done[rate].append(counts(runs, trace, slot, wrong))
