@@ -13,6 +13,7 @@ unusable.
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ ALL = "all"
 """The category of a cell that has the prompts of all categories."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Cell:
     """A place in the grid."""
 
@@ -174,21 +175,12 @@ class Bench:
     def cells(self) -> list[Cell]:
         """Returns every cell that was asked for."""
         args, nodes = self._args, lambda tree: (tree_shapes.parse(tree).nodes,)
+        axes = args.drafter, args.temperature, self._sets, args.gamma_policy, args.tree
         return [
-            Cell(
-                drafter=drafter,
-                temperature=temperature,
-                prompt_source=source,
-                category=category,
-                gamma_policy=policy,
-                gamma=gamma,
-                tree=tree,
+            Cell(drafter, temperature, source, category, policy, gamma, tree)
+            for drafter, temperature, (source, category), policy, tree in (
+                itertools.product(*axes)
             )
-            for drafter in args.drafter
-            for temperature in args.temperature
-            for source, category in self._sets
-            for policy in args.gamma_policy
-            for tree in args.tree
             for gamma in (args.gamma if tree == flags.NO_TREE else nodes(tree))
         ]
 
