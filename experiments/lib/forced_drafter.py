@@ -123,20 +123,17 @@ class SlotForced(slots_lib.OfSlots):
             kept=memory.kept.at[slot, :size].set(params.kept),
         )
 
-    def propose(
-        self,
-        params: protocols.Params,
-        memory: ForcedMemory,
-        *,
-        length: Int[Array, " B"],
-        **asked: Any,
-    ) -> tuple[ForcedMemory, protocols.Proposal]:
+    def _propose(self, params, memory, tokens, length, gamma, sampling, processing):
         """Proposes as many tokens as `inner` does, of which `kept` are right.
 
         The tokens of `inner` are not used, but their K/V stay in the memory, so that
         all of the draft is computed.
         """
-        inner, found = self.inner.propose(params, memory.inner, length=length, **asked)
+        del processing
+        asked = {"tokens": tokens, "length": length, "gamma": gamma}
+        inner, found = self.inner.propose(
+            params, memory.inner, **asked, sampling=sampling
+        )
         depth = jnp.asarray(self.drafter.right)
 
         def forced(trace, kept, length):
