@@ -50,29 +50,26 @@ def drafter_names() -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One configuration of rounds.
+    """One configuration of rounds; `suite_plan.AXES` says what its values mean.
 
     An axis that older certificates lack has a default.
     """
 
-    dtype: str  # of both models
+    dtype: str
     impl: str  # a resolved implementation
-    slab: int  # rows of every call of the target
+    slab: int
     page_size: int
     cache: str
-    prefill: str  # of `PREFILLS`
-    drafter: str  # a name of `drafter_names`, or package.module:Name
-    # Tokens drafted a round, or the most where a policy chooses; data of an executable,
-    # and so the cheapest axis
-    gamma: int
-    sampling: str = "greedy"  # of `SAMPLINGS`
-    gamma_policy: str = "fixed"  # of `GAMMA_POLICIES`
-    # Slots that share a forward; each prompt is compared with its decoding alone
-    batch: int = 1
+    prefill: str
+    drafter: str
+    gamma: int  # data of an executable, and so the cheapest axis
+    sampling: str = "greedy"
+    gamma_policy: str = "fixed"
+    batch: int = 1  # each prompt is compared with its decoding alone
     # `NO_TREE`, or the text of a tree that is drafted in place of chains; `gamma` is
     # then the number of its nodes
     tree: str = NO_TREE
-    weights: str = "dense"  # of the target; one of `config.WEIGHTS`
+    weights: str = "dense"
 
     @property
     def plain(self) -> dict[str, Any]:
