@@ -16,7 +16,7 @@ import argparse
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from experiments.lib import (
     bench,
@@ -35,26 +35,16 @@ from experiments.lib import (
 MATCHED, NOT_MATCHED = 0, 2
 
 
-class Turn(NamedTuple):
-    """One run of all prompts in a way: seconds, tokens, texts equal to those of each
-    prompt alone, and tokens chosen from logits that are not finite."""
-
-    seconds: float
-    tokens: int
-    equal: int
-    nonfinite: int
-
-
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Way:
-    """A way of running all prompts, and its turns."""
+    """A way of running all prompts, and the rows of its turns."""
 
     settings: runs.Settings
     batch: int | None = None  # sequences at once; None: one by one, without rounds
     gamma: int = 0  # drafts of a round; 0: none
     tree: str | None = None  # the tree of the drafts; None: a chain
     scheduled: bool = False  # whether `--schedule` decides what is verified
-    turns: list[Turn] = dataclasses.field(default_factory=list)
+    turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def to_row(self) -> dict[str, Any]:
         """Returns the fields of the way in a JSON row."""
@@ -121,13 +111,13 @@ def ways_of(args: argparse.Namespace, subject: models.Subject) -> list[Way]:
 def row_of(way: Way, alone: Way) -> dict[str, Any]:
     """Returns the row of a way, after all repeats."""
     turns = way.turns
-    seconds, tokens = [turn.seconds for turn in turns], turns[-1].tokens
-    ratios = bench.ratios([turn.seconds for turn in alone.turns], seconds)
+    seconds, tokens = [turn["seconds"] for turn in turns], turns[-1]["tokens"]
+    ratios = bench.ratios([turn["seconds"] for turn in alone.turns], seconds)
     return {
         "kind": "throughput",
         **way.to_row(),
-        "prompts_equal": min(turn.equal for turn in turns),
-        "nonfinite_logits": max(turn.nonfinite for turn in turns),
+        "prompts_equal": min(turn["prompts_equal"] for turn in turns),
+        "nonfinite_logits": max(turn["nonfinite_logits"] for turn in turns),
         "tokens": tokens,
         **bench.spread_fields("tok_s", [tokens / s for s in seconds]),
         **bench.spread_fields("ratio", ratios),
@@ -148,17 +138,16 @@ def run_ways(
             done = _once(way, way.settings, ids)
             if way is ways[0]:
                 alone = done
-            turn = Turn(
-                seconds=sum(run.e2e_s for run in done),
-                tokens=sum(len(run.tokens) for run in done),
-                equal=sum(map(runs.matches, done, alone)),
-                nonfinite=sum(run.nonfinite for run in done),
-            )
-            way.turns.append(turn)
-            yield {
-                **{"kind": "throughput_run", **way.to_row(), "repeat": repeat},
-                **{"prompts_equal": turn.equal, "seconds": turn.seconds},
+            row = {"kind": "throughput_run", **way.to_row(), "repeat": repeat}
+            row |= {
+                # Texts equal to those of each prompt alone
+                "prompts_equal": sum(map(runs.matches, done, alone)),
+                "seconds": sum(run.e2e_s for run in done),
+                "tokens": sum(len(run.tokens) for run in done),
+                "nonfinite_logits": sum(run.nonfinite for run in done),
             }
+            way.turns.append(row)
+            yield row
             advance()
 
 
