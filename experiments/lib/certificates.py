@@ -138,7 +138,7 @@ def write(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:
 
 def read(path: pathlib.Path) -> dict[str, Any]:
     """Reads a certificate; its cells lack the axes of `REMOVED`, and `left_out` counts
-    those that had other values of these, which no code runs any more.
+    cells with other values of these axes, which no code runs any more.
 
     Raises:
       ValueError: no regular file, no certificate, one of another version, or one whose
