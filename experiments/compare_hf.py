@@ -159,7 +159,7 @@ def row_of(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str,
     return {
         "kind": "comparison",
         "length": prompts[0].prompt.category,
-        "prompt_tokens": [len(prompt.ids) for prompt in prompts],
+        "prompt_tokens": [len(one.prompt.ids) for one in prompts],
         **dataclasses.asdict(run),
         **bench.spread_fields("tok_s", [1 / seconds for seconds in own]),
         **ratios,
@@ -215,7 +215,8 @@ def run(
         of_length = [one for one in done if one.prompt.category == length]
         compared = [row_of(of_length, way) for way in ways]
         out.write_all(compared)
-        tokens = " and ".join(map(str, sorted({len(one.ids) for one in of_length})))
+        lengths = sorted({*compared[0]["prompt_tokens"]})
+        tokens = " and ".join(map(str, lengths))
         title = f"{length}: {len(of_length)} x {tokens} tokens"
         tables.print_rows(compared, COLUMNS, console, title=title)
     tables.print_note(NOTE, console)

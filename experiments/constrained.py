@@ -237,11 +237,7 @@ def run(
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
     has_chat = lm.tokenizer is not None and lm.tokenizer.has_chat_template
     prompt = [{"role": "user", "content": PROMPT}] if has_chat else PROMPT
-    out.common = (
-        models.describe(args, lm)
-        | {"drafter": args.drafter, "batch": args.batch}
-        | records.provenance()
-    )
+    out.common = models.common(args, lm, "drafter", "batch")
     if args.table:
         table = out.write_all(table_of(args, lm))
         tables.print_rows(table, CELLS, console)

@@ -134,33 +134,24 @@ def run(
     plan = plans.from_flags(args)
     kept = records.resume(out, {"kind": "header", **plan.header}, behind="prompt")
     rows, cells = _run_rows(args, plan, kept, out, console), plan.cells
-    summaries = [suite.summarise(cell, rows) for cell in cells]
-    out.write_all({"kind": "cell", **summary} for summary in summaries)
+    made = certificates.make(plan.header, cells, rows)
+    out.write_all({"kind": "cell", **entry} for entry in made["cells"])
     print_cells(
         [
             {**one, "cell": cell, **one["equal"]}
             | {"accepted": one["accepted"] / max(one["proposed"], 1)}
-            for cell, one in zip(cells, summaries, strict=True)
+            for cell, one in zip(cells, made["cells"], strict=True)
         ],
         {"prompts": ",d", "texts": ",d", "accepted": ".3f"},
         console,
     )
-    across = suite.across_pages(cells, rows)
-    wrong = suite.warnings(summaries)
-    for bits, count in across:
-        where = ", ".join(f"{axis} {value}" for axis, value in bits.items())
-        wrong.append(f"{count} prompts of decoding ({where}) have other bits on other "
-                     "pages")  # fmt: skip
-    for line in wrong:
+    for line in made["warnings"]:
         console.out(line, style="bold red")
     _print_differences(rows, console)
     if args.certificate:
-        certificate = certificates.make(plan.header, cells, rows)
-        certificates.write(args.certificate, certificate)
-        digest = certificate["sha256"][:12]
-        console.out(f"certificate {digest}: {args.certificate}")
-    is_exact = all(one["exact"] for one in summaries) and not across
-    return EXACT if is_exact else NOT_EXACT
+        certificates.write(args.certificate, made)
+        console.out(f"certificate {made['sha256'][:12]}: {args.certificate}")
+    return EXACT if made["exact"] else NOT_EXACT
 
 
 def _run_rows(
@@ -210,7 +201,7 @@ def verify(
     ]
     print_cells(found, {"prompts": ",d"}, console)
     lines = []
-    if left_out := len(certificate["cells"]) - len(plan.cells):
+    if left_out := certificate["left_out"]:
         lines.append(f"{left_out} cells of superseded designs are left out")
     if certificate["environment"].get("git_dirty"):
         lines.append("made of changed code: its commit does not say which code it was")
@@ -222,10 +213,10 @@ def verify(
         console.out(line)
     _print_differences(rows, console)
     agrees = all(row[what] == count for row in found for what in evidence.WHATS)
-    summaries = [suite.summarise(cell, rows) for cell in plan.cells]
-    for line in suite.warnings(summaries):
+    made = certificates.make(plan.header, plan.cells, rows)
+    for line in made["warnings"]:
         console.out(line, style="bold red")
-    is_finite = not any(one["nonfinite_logits"] for one in summaries)
+    is_finite = not any(one["nonfinite_logits"] for one in made["cells"])
     return EXACT if agrees and is_finite else NOT_EXACT
 
 

@@ -26,6 +26,7 @@ from experiments.lib import (
     subjects,
     tables,
     terminal,
+    works as works_lib,
 )
 from spec_jax import loading
 
@@ -122,25 +123,30 @@ def _check(parser: cli.Parser, args: argparse.Namespace) -> None:
             parser.error(words)
 
 
-def load(args: argparse.Namespace) -> loading.LanguageModel:
-    """Loads the models; `--dry-run` can be for a GPU that this machine lacks."""
-    device = "auto" if args.dry_run else args.device
-    is_gpu = subjects.check_device(device) == "gpu" or args.device == "gpu"
-    if args.dry_run and is_gpu and args.impl == "auto":
-        args.impl = "triton"
-    return subjects.load(args, gamma_max=args.gamma, slab=args.slab)
-
-
 def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
     """Loads and measures, writes and prints each row; returns the exit status."""
-    lm = load(args)
+    lm = subjects.load(args, gamma_max=args.gamma, slab=args.slab)
     if args.head:  # The head decides how many tokens it drafts.
         args.gamma = lm.gamma_max
         args.gammas = (args.gamma,)
-    # Raises for steps that cannot be run, before any of them is.
-    groups = [] if args.no_steps else costs_of(args, lm)
+    sizes = {"page_size": args.page_size, "as_shapes": args.dry_run}
+    groups = []
+    if not args.no_steps:  # Raises for some that cannot be run, before any of them is.
+        groups = steps.all_costs(
+            lm,
+            contexts=args.contexts,
+            steps=args.steps,
+            rows=args.rows or (() if args.head else None),
+            prefills=args.prefill,
+            gammas=() if args.head else None,  # A head's rounds are forced.
+            sampling=flags.sampling_settings(args),
+            **sizes,
+        )
+    # Generations at forced acceptance, after the first context.
+    new = {"lm": lm, "start": args.contexts[0], "num_new": args.gen_tokens}
+    make_runs = functools.partial(forced_rounds.Runs, **new, **sizes)
     out.common = {
         **models_lib.describe(args, lm),
         **subjects.names(args),
@@ -150,7 +156,9 @@ def run(
     }
     shown = tables.Report(out, console, COLUMNS)
     if args.dry_run:
-        compile_all(args, lm, groups, shown)
+        works = [cost.work for group in groups for cost in group]
+        works += make_runs().programs(args.gamma) if args.forced else []
+        compile_all(args, works, shown)
         return FAILED if shown.failed else MEASURED
     for group in groups:
         # Tracing raises `ValueError` for flags that do not fit the kernels.
@@ -164,40 +172,16 @@ def run(
     how = {"repeats": args.repeats, "head": args.head}
     for gamma in args.gammas if args.forced else ():
         measure = lambda g=gamma: forced_rounds.measure(
-            forced_runs(args, lm), g, args.forced, **how
+            make_runs(), g, args.forced, **how
         )
         shown.add(f"gamma {gamma}", measure)
     return FAILED if shown.failed else MEASURED
 
 
-def costs_of(
-    args: argparse.Namespace, lm: loading.LanguageModel
-) -> list[list[steps.Cost]]:
-    """Returns the costs of steps, in groups that are measured in turns."""
-    return steps.all_costs(
-        lm,
-        contexts=args.contexts,
-        page_size=args.page_size,
-        steps=args.steps,
-        rows=args.rows or (() if args.head else None),
-        prefills=args.prefill,
-        gammas=() if args.head else None,  # A head's rounds are forced.
-        sampling=flags.sampling_settings(args),
-        as_shapes=args.dry_run,
-    )
-
-
 def compile_all(
-    args: argparse.Namespace,
-    lm: loading.LanguageModel,
-    groups: Sequence[Sequence[steps.Cost]],
-    shown: tables.Report,
+    args: argparse.Namespace, works: Sequence[works_lib.Work], shown: tables.Report
 ) -> None:
     """Traces and lowers every program once, and compiles it where that is possible."""
-    works = [cost.work for group in groups for cost in group if cost.work]
-    if args.forced:
-        runs = forced_runs(args, lm)
-        works += [w for gamma in args.gammas for w in runs.programs(gamma)]
     compiles = args.device == "cpu" or jax.default_backend() == "gpu"
     for name, work in {work.program: work for work in works}.items():
         about = {"kind": "compile", "program": name}
@@ -219,16 +203,6 @@ def measure_steps(
     if not is_first:  # The first row is the plain step, which others are compared with.
         return rows[1:]
     return [*rows, steps.bandwidth(lm.params, timings.seconds)]
-
-
-def forced_runs(
-    args: argparse.Namespace, lm: loading.LanguageModel
-) -> forced_rounds.Runs:
-    """Returns generations at forced acceptance, after the first context."""
-    sizes = {"generated": args.gen_tokens, "page_size": args.page_size}
-    return forced_rounds.make_runs(
-        lm, start=args.contexts[0], as_shapes=args.dry_run, **sizes
-    )
 
 
 COLUMNS = {

@@ -105,17 +105,16 @@ def decode(
         **{"drafter": None, "drafter_params": None},
     )
     sizes = {"gen_tokens": args.gen_tokens, "page_size": PAGE_SIZE}
-    prompts, every = prompts_lib.prepare(lm, named, raw=args.raw, **sizes)
+    prompts = prompts_lib.prepare(lm, named, raw=args.raw, **sizes)
     algo, texts = algorithms.autoregressive(model), []
-    capacity = prompts_lib.capacity_for(lm, prompts, every, **sizes)
+    capacity = prompts_lib.capacity_for(lm, prompts, **sizes)
     sizes = {"capacity": capacity, "page_size": PAGE_SIZE}
-    for prompt, ids in zip(prompts, every, strict=True):
-        state = algo.init(params, [ids], max_tokens=args.gen_tokens, **sizes)
+    for prompt in prompts:
+        state = algo.init(params, [prompt.ids], max_tokens=args.gen_tokens, **sizes)
         state = algo.run(params, state)
         (new,), (sequence,) = algo.generated(state), state.sequences
-        tokens, kv = [*ids, *new], sequence.cache
-        text = Text(name=prompt.id, num_prompt=len(ids), tokens=tokens, kv=kv)
-        texts.append(text)
+        about = {"name": prompt.id, "num_prompt": len(prompt.ids)}
+        texts.append(Text(**about, tokens=[*prompt.ids, *new], kv=sequence.cache))
     return texts
 
 

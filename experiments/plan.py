@@ -10,6 +10,7 @@ matched, 2 not matched, 1 the input was unusable.
 
 import argparse
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,13 +21,13 @@ from experiments.lib import (
     flags,
     models,
     policies,
+    prompt_files,
     records,
     results as results_lib,
     runs,
     tables,
     terminal,
 )
-from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.engine import protocols
 from spec_jax.gamma import costs as costs_lib
@@ -34,8 +35,8 @@ from spec_jax.gamma import costs as costs_lib
 
 MATCHED, NOT_MATCHED = 0, 2
 
-Pair = tuple[str, str | None, loading.LanguageModel]
-"""A drafter, its tree if it drafts trees, and the models."""
+Design = tuple[str, str | None, runs.Settings]
+"""A drafter, its tree if it drafts trees, and settings by which it drafts its most."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -59,8 +60,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return flags.parsed(parser, argv)
 
 
-def load(args: argparse.Namespace) -> list[Pair]:
-    """Returns the pairs of target and drafter: those of chains, then those of trees.
+def load(args: argparse.Namespace) -> tuple[models.Subject, list[Design]]:
+    """Returns the prompts, and the designs: those of chains, then those of trees.
 
     Raises:
       ValueError: `--tree` with drafters of chains alone.
@@ -74,10 +75,15 @@ def load(args: argparse.Namespace) -> list[Pair]:
             f"--tree: {', '.join(lms)} drafts chains alone; add a drafter that has "
             "trees, such as draft-model"
         )
-    pairs: list[Pair] = [(name, None, lm) for name, lm in lms.items()]
+    pairs = [(name, None, lm) for name, lm in lms.items()]
     for name in has_trees:
         pairs += [(name, tree, lms[name].with_tree(tree)) for tree in args.tree or ()]
-    return pairs
+    sampling, first = flags.sampling_settings(args), lms[args.drafter[0]]
+    subject = models.prepare(args, first, args.prompts, sampling=sampling)
+    design = functools.partial(dataclasses.replace, subject.settings)
+    return subject, [
+        (name, tree, design(lm=lm, gamma=lm.gamma_max)) for name, tree, lm in pairs
+    ]
 
 
 def expect(
@@ -150,24 +156,23 @@ def recommend(
 
 
 def predict(
-    pair: Pair,
-    subject: models.Subject,
+    design: Design,
+    prompts: Sequence[prompt_files.Prompt],
     out: records.JsonLines,
     console: terminal.Console,
 ) -> list[dict[str, Any]]:
-    """Measures costs and kept drafts of a pair; returns and shows its predictions."""
-    drafter, tree, lm = pair
+    """Measures costs and kept drafts of a design; returns and shows its predictions."""
+    drafter, tree, settings = design
     name = drafter if tree is None else f"{drafter}, tree {tree}"
     about = {"drafter": drafter, "tree": tree}
-    settings = dataclasses.replace(subject.settings, gamma=lm.gamma_max)
-    _, costs = policies.adapted(lm, settings, models.typical(subject.ids))
+    _, costs = policies.adapted(settings, prompts)
     out.write(about | {"kind": "plan_costs"} | dataclasses.asdict(costs))
     counters = metrics.total(
-        runs.run_speculative(lm, settings, ids).counters for ids in subject.ids
+        runs.run_speculative(settings, prompt.ids).counters for prompt in prompts
     )
-    drafts = range(1, lm.gamma_max + 1)
+    drafts, most = range(1, settings.gamma + 1), settings.gamma
     if tree is not None:  # A tree has many nodes: a few numbers are enough.
-        drafts = sorted({2**n - 1 for n in range(1, 9)} & {*drafts} | {lm.gamma_max})
+        drafts = sorted({2**n - 1 for n in range(1, 9)} & {*drafts} | {most})
     rows = expect(counters, costs, drafts)
     out.write_all(about | {"kind": "prediction"} | row for row in rows)
     tables.print_rows(rows, PREDICTIONS, console, title=name)
@@ -178,12 +183,12 @@ def predict(
 
 
 def plan_row(
-    pair: Pair,
+    design: Design,
     predicted: Mapping[str, Any],
     results: Sequence[results_lib.PromptResult],
 ) -> dict[str, Any]:
     """Returns the row of a drafter and a gamma or tree: predicted, measured, error."""
-    drafter, tree, _ = pair
+    drafter, tree, _ = design
     summary = tables.to_row(results_lib.summarise(results))
     measured = summary["speedup_decode"]
     row = {
@@ -231,34 +236,24 @@ def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
     """Predicts, runs every drafter and gamma, and compares; returns the exit status."""
-    pairs, sampling = load(args), flags.sampling_settings(args)
-    (_, _, first), *_ = pairs
-    subject = models.prepare(args, first, args.prompts, sampling=sampling)
-    out.common = (
-        models.describe(args, first)
-        | {"prompt_source": args.prompts}
-        | records.provenance()
-    )
+    subject, designs = load(args)
+    out.common = models.common(args, subject.settings.lm)
     gammas = ", ".join(map(str, args.gamma))
     words = ", ".join(args.drafter), f"gamma {gammas}"
     models.announce(args, subject, console, *words)
-    design = lambda gamma: dataclasses.replace(subject.settings, gamma=gamma)
-    most = [(lm, design(lm.gamma_max)) for _, _, lm in pairs]
-    results_lib.warm_up(most, subject.ids)
-    grid: list[tuple[Pair, dict[str, Any]]] = []
-    for pair in pairs:
-        _, tree, lm = pair
-        gammas = args.gamma if tree is None else (lm.gamma_max,)
-        rows = predict(pair, subject, out, console)
-        grid += [(pair, row) for row in rows if row["drafts"] in gammas]
+    results_lib.warm_up([settings for *_, settings in designs], subject.prompts)
+    grid: list[tuple[Design, dict[str, Any]]] = []
+    for design in designs:
+        _, tree, settings = design
+        gammas = args.gamma if tree is None else (settings.gamma,)
+        rows = predict(design, subject.prompts, out, console)
+        grid += [(design, row) for row in rows if row["drafts"] in gammas]
     rows, how = [], {"repeats": args.repeats}
     with terminal.counted("runs", total=len(grid)) as advance:
-        for pair, predicted in grid:
-            settings, prompts = design(predicted["drafts"]), subject.prompts
-            done = results_lib.run_prompts(
-                pair[-1], settings, prompts, subject.ids, **how
-            )
-            rows.append(plan_row(pair, predicted, list(done)))
+        for design, predicted in grid:
+            settings = dataclasses.replace(design[-1], gamma=predicted["drafts"])
+            done = results_lib.run_prompts(settings, subject.prompts, **how)
+            rows.append(plan_row(design, predicted, list(done)))
             advance()
     out.write_all(rows)
     tables.print_rows(rows, PLAN, console)

@@ -75,7 +75,7 @@ def run(
     """Measures, writes and shows each profile; returns the exit status."""
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
     subject = models.prepare(args, lm, args.prompts) if args.calibrate else None
-    if subject is not None and len(subject.ids) < 2:
+    if subject is not None and len(subject.prompts) < 2:
         raise ValueError("one prompt fits and none is left to report: give --prompts 2")
     about = models.describe(args, lm) | {"drafter": args.drafter}
     out.common = about | records.provenance()
@@ -171,9 +171,9 @@ def calibrate(
 ) -> None:
     """Fits, writes and shows the confidences at each temperature."""
     about = {
-        "prompts": len(subject.ids),
+        "prompts": len(subject.prompts),
         "prompt_source": prompt_files.without_folders(args.prompts),
-        "drafter_sha256": models.drafter_sha256(subject.lm),
+        "drafter_sha256": models.drafter_sha256(subject.settings.lm),
     }
     for temperature in args.calibrate:
         row = calibration.fit(subject, temperature, seed=args.seed)

@@ -39,7 +39,7 @@ from experiments.lib import (
 from spec_jax import algorithms, default_gamma, loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import choice, each, knowledge, oracle, registry
-from spec_jax.engine import forward, protocols, requests as requests_lib
+from spec_jax.engine import checks, forward, protocols, requests as requests_lib
 from spec_jax.gamma import costs as costs_lib, policy as policy_lib
 from spec_jax.model import decoder, tokenizer
 from spec_jax.paging import index
@@ -184,10 +184,8 @@ def replay(
       next text, which keeps what a policy or a choice learnt.
     """
     (drafter, params), prompt = built, texts.prompts[number]
-    whole = [*prompt, *texts.generated[number]]
     # All traces have one size, so that no prompt compiles anew.
-    trace = np.zeros(texts.capacity + 1, np.int32)
-    trace[: len(whole)] = whole
+    trace = checks.text_buffer([*prompt, *texts.generated[number]], texts.capacity)
     vocab_size = protocols.complete(drafter).vocab_size or texts.vocab_size
     target = forward.ForwardTarget(
         forward_rows=follow,
@@ -196,23 +194,19 @@ def replay(
         slab=drafter.gamma_max + 1,
     )
     algo = algorithms.speculative(target, drafter, policy=way.policy)
-    is_told = isinstance(drafter, oracle.Oracle)
-    request = requests_lib.Request(
-        prompt=prompt,
+    if isinstance(drafter, oracle.Oracle):
+        params = oracle.make_trace(trace.tolist())
+    both = jnp.asarray(trace), params
+    state = algo.init(
+        both,
+        [prompt],
         max_tokens=len(texts.generated[number]),
         gamma=way.gamma,
         sampling=texts.settings,
-        draft_params=oracle.make_trace(whole) if is_told else None,
-    )
-    both = jnp.asarray(trace), params
-    state = algo.scheduler(
-        both,
-        num_slots=1,
-        stop_ids=(),
         policy_state=way.state,
         capacity=texts.capacity,
         page_size=texts.about["page_size"],
-    ).begin(request)
+    )
     if way.known is not None:
         known = each.lift(drafter, 1).begun(way.known, 0)
         state = state.replace(memory=state.memory.replace(known=known))

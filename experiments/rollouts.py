@@ -32,7 +32,6 @@ from experiments.lib import (
     flags,
     models,
     processing,
-    prompt_files,
     records,
     tables,
     terminal,
@@ -178,19 +177,14 @@ def run(
     names = ("temperature", "top_k", "top_p", "min_p", "seed")
     sampling = sj.Sampling(**{name: getattr(args, name) for name in names})
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
-    ids = models.prepare(args, lm, args.prompts).ids
+    ids = [one.ids for one in models.prepare(args, lm, args.prompts).prompts]
     gammas = ways(args, lm)
     settings = {"max_tokens": args.gen_tokens, "num_slots": args.batch}
     settings |= {"sampling": sampling, "page_size": args.page_size}
     processor = processing.of(args, lm)
     settings |= {"n": args.samples, "processors": processor}
-    out.common = (
-        models.describe(args, lm)
-        | {"drafter": args.drafter, "samples": args.samples, "batch": args.batch}
-        | {"prompt_source": prompt_files.without_folders(args.prompts)}
-        | {"prompts": len(ids)}
-        | records.provenance()
-    )
+    out.common = models.common(args, lm, "drafter", "samples", "batch")
+    out.common |= {"prompts": len(ids)}
     texts, seconds = roll_out(lm, ids, gammas, settings, repeats=args.repeats)
     samples = out.write_all(compare(lm, texts, sampling, processor))
     rows = out.write_all(summaries(samples, seconds, texts))

@@ -17,7 +17,6 @@ from experiments.lib import (
     flags,
     models,
     policies,
-    prompt_files,
     records,
     results as results_lib,
     samples,
@@ -94,24 +93,20 @@ def load(args: argparse.Namespace) -> models.Subject:
     num_slots = min(args.batch or 1, len(subject.prompts))
     settings = dataclasses.replace(subject.settings, num_slots=num_slots)
     how = {"name": args.gamma_policy, "schedule": args.schedule}
-    settings = policies.of_run(args, subject, settings, **how)
+    settings = policies.of_run(args, settings, subject.prompts, **how)
     return dataclasses.replace(subject, settings=settings)
 
 
 def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
-    """Returns the settings of the run, for the summary row."""
-    names = ("drafter", "cache", "batch", "gamma_policy")
-    chosen = {name: getattr(args, name) for name in names}
-    if args.schedule:
-        chosen["schedule"] = args.schedule.name
+    """Returns the fields of the summary row beside its numbers."""
+    settings, names = subject.settings, ("drafter", "cache", "batch", "gamma_policy")
     return {
-        **models.describe(args, subject.lm),
-        **chosen,
-        "gamma": subject.settings.gamma,
+        **models.common(args, settings.lm, *names),
+        **({"schedule": args.schedule.name} if args.schedule else {}),
+        "gamma": settings.gamma,
         "tree": args.tree and str(args.tree),
-        "prompt_source": prompt_files.without_folders(args.prompts),
-        "capacity": subject.settings.capacity,
-        "prefill": "rows" if subject.settings.prefill_by_rows else "batched",
+        "capacity": settings.capacity,
+        "prefill": "rows" if settings.prefill_by_rows else "batched",
     }
 
 
@@ -121,28 +116,28 @@ def run(
     """Runs every prompt, and writes its line and the summary; returns the exit
     status."""
     subject = load(args)
-    lm, settings, prompts = subject.lm, subject.settings, subject.prompts
+    settings, prompts = subject.settings, subject.prompts
     if args.batch is not None and args.batch > len(prompts):
         args.batch = len(prompts)
         console.print(f"--batch: {args.batch} slots, as many as there are prompts")
     drafted = f"tree {args.tree}" if args.tree else f"gamma {settings.gamma}"
     models.announce(args, subject, console, drafted)
-    compile_s = results_lib.warm_up([(lm, settings)], subject.ids)
+    compile_s = results_lib.warm_up([settings], prompts)
     results, turns = [], args.repeats if settings.num_slots > 1 else 1
     with terminal.counted("prompts", total=turns * len(prompts)) as advance:
         how = {"repeats": args.repeats, "after_prompt": advance}
-        found = results_lib.run_prompts(lm, settings, prompts, subject.ids, **how)
+        found = results_lib.run_prompts(settings, prompts, **how)
         for result in found:
             out.write(result.row())
             results.append(result)
     summary, by_category = results_lib.rows_of(results, is_batch=args.batch is not None)
-    out.common = describe(args, subject) | records.provenance()
+    out.common = describe(args, subject)
     out.write({"kind": "summary", **summary, "by_category": by_category}
               | {"compile_s": compile_s})  # fmt: skip
     names = ("temperature", *flags.NOISE, "seed") if args.temperature else ()
     drawn = ", ".join(f"{name} {getattr(args, name)}" for name in names) or "greedy"
     console.print()
-    samples.show(results[0], lm, console, how=drawn)
+    samples.show(results[0], settings.lm, console, how=drawn)
     console.print()
     tables.print_table(summary, console)
     if by_category:

@@ -13,6 +13,7 @@ unusable.
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ ALL = "all"
 """The category of a cell that has the prompts of all categories."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Cell:
     """A place in the grid."""
 
@@ -149,8 +150,10 @@ class Bench:
             # Answers to earlier turns are greedy: all cells have the same prompts.
             lengths = {str(context): context for context in args.context or ()}
             subject = models.prepare(args, lm, source, lengths=lengths)
+            prompts = subject.prompts
             for category in lengths or (ALL,):
-                self._sets[source, category] = _of_category(subject, category)
+                own = [one for one in prompts if category in (ALL, one.category)]
+                self._sets[source, category] = dataclasses.replace(subject, prompts=own)
         here, about = records.provenance(), models.describe(args, lm)
         del about["temperature"]  # It is an axis of the grid.
         # One file may get cells of other drafters later.
@@ -172,21 +175,12 @@ class Bench:
     def cells(self) -> list[Cell]:
         """Returns every cell that was asked for."""
         args, nodes = self._args, lambda tree: (tree_shapes.parse(tree).nodes,)
+        axes = args.drafter, args.temperature, self._sets, args.gamma_policy, args.tree
         return [
-            Cell(
-                drafter=drafter,
-                temperature=temperature,
-                prompt_source=source,
-                category=category,
-                gamma_policy=policy,
-                gamma=gamma,
-                tree=tree,
+            Cell(drafter, temperature, source, category, policy, gamma, tree)
+            for drafter, temperature, (source, category), policy, tree in (
+                itertools.product(*axes)
             )
-            for drafter in args.drafter
-            for temperature in args.temperature
-            for source, category in self._sets
-            for policy in args.gamma_policy
-            for tree in args.tree
             for gamma in (args.gamma if tree == flags.NO_TREE else nodes(tree))
         ]
 
@@ -203,30 +197,21 @@ class Bench:
         """Yields the row of a cell, after a brief run that compiles."""
         lm = self._lms[cell.drafter, cell.tree]
         subject = self._sets[cell.prompt_source, cell.category]
-        subject = dataclasses.replace(subject, lm=lm)
+        prompts = subject.prompts
         sampling = flags.sampling_settings(self._args, cell.temperature)
-        change = {"gamma": cell.gamma, "sampling": sampling}
+        change = {"lm": lm, "gamma": cell.gamma, "sampling": sampling}
         settings = dataclasses.replace(subject.settings, **change)
         how = {"name": cell.gamma_policy, "drafter": cell.drafter}
-        settings = policies.of_run(self._args, subject, settings, **how)
+        settings = policies.of_run(self._args, settings, prompts, **how)
         # Programs that an earlier cell compiled are not compiled again.
-        results_lib.warm_up([(lm, settings)], subject.ids)
-        with terminal.counted("prompts", total=len(subject.ids)) as advance:
+        results_lib.warm_up([settings], prompts)
+        with terminal.counted("prompts", total=len(prompts)) as advance:
             how = {"repeats": self._args.repeats, "after_prompt": advance}
-            each = subject.prompts, subject.ids
-            found = results_lib.run_prompts(lm, settings, *each, hands_on=False, **how)
+            found = results_lib.run_prompts(settings, prompts, hands_on=False, **how)
             found = list(found)
         summary, by_category = results_lib.rows_of(found)
         about = {"capacity": settings.capacity, **self.about(cell)}
         yield cell.to_row() | summary | {"by_category": by_category} | about
-
-
-def _of_category(subject: models.Subject, category: str) -> models.Subject:
-    """Returns the subject with the prompts of one category; `ALL` keeps them all."""
-    prompts = subject.prompts
-    own = [n for n, one in enumerate(prompts) if category in (ALL, one.category)]
-    parts = {"prompts": [prompts[n] for n in own], "ids": [subject.ids[n] for n in own]}
-    return dataclasses.replace(subject, **parts)
 
 
 def unfinished(bench: Bench, cells: Sequence[Cell], rows: Sequence[dict]) -> list[Cell]:

@@ -16,7 +16,7 @@ import argparse
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from experiments.lib import (
     bench,
@@ -25,7 +25,6 @@ from experiments.lib import (
     forced_drafter,
     models,
     policies,
-    prompt_files,
     records,
     runs,
     tables,
@@ -36,14 +35,16 @@ from experiments.lib import (
 MATCHED, NOT_MATCHED = 0, 2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class Way:
-    """A way of running all prompts."""
+    """A way of running all prompts, and the rows of its turns."""
 
+    settings: runs.Settings
     batch: int | None = None  # sequences at once; None: one by one, without rounds
     gamma: int = 0  # drafts of a round; 0: none
     tree: str | None = None  # the tree of the drafts; None: a chain
     scheduled: bool = False  # whether `--schedule` decides what is verified
+    turns: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def to_row(self) -> dict[str, Any]:
         """Returns the fields of the way in a JSON row."""
@@ -55,19 +56,6 @@ class Way:
         if self.scheduled:
             kind, row["scheduled"] = f"{kind} scheduled", True
         return {"way": f"{kind}, {where}", **row}
-
-
-ALONE = Way()
-
-
-class Turn(NamedTuple):
-    """One run of all prompts in a way: seconds, tokens, texts equal to those of each
-    prompt alone, and tokens chosen from logits that are not finite."""
-
-    seconds: float
-    tokens: int
-    equal: int
-    nonfinite: int
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -96,30 +84,40 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def ways_of(
-    args: argparse.Namespace, settings: runs.Settings, *, num_prompts: int
-) -> list[Way]:
-    """Returns the ways to run, in order; `settings` has the largest gamma."""
-    tree, most = args.tree and str(args.tree), settings.gamma
+def ways_of(args: argparse.Namespace, subject: models.Subject) -> list[Way]:
+    """Returns the ways to run: first each prompt alone, then by batch and gamma.
+
+    Policies have costs of as many slots, and are of the largest gamma, which `subject`
+    has: all ways share programs.
+    """
+    prompts, most = subject.prompts, subject.settings.gamma
+    tree = args.tree and str(args.tree)
     gammas = [most] if tree else [min(gamma, most) for gamma in args.gamma]
-    ways = [ALONE]
-    for batch in dict.fromkeys(min(each, num_prompts) for each in args.batch):
-        ways.append(Way(batch=batch))
-        ways += [Way(batch=batch, gamma=gamma, tree=tree) for gamma in gammas]
+    ways = [Way(settings=subject.settings)]
+    for batch in dict.fromkeys(min(each, len(prompts)) for each in args.batch):
+        settings = dataclasses.replace(subject.settings, num_slots=batch)
+        own, name = (args, settings, prompts), args.gamma_policy
+        settings = policies.of_run(*own, name=name)
+        for gamma in dict.fromkeys((0, *gammas)):
+            how = {"batch": batch, "gamma": gamma, "tree": tree if gamma else None}
+            made = dataclasses.replace(settings, gamma=gamma)
+            ways.append(Way(settings=made, **how))
         if args.schedule:
-            ways.append(Way(batch=batch, gamma=most, scheduled=True))
-    return [*dict.fromkeys(ways)]
+            made = policies.of_run(*own, name=name, schedule=args.schedule)
+            ways.append(Way(settings=made, batch=batch, gamma=most, scheduled=True))
+    return ways
 
 
-def row_of(way: Way, turns: Sequence[Turn], alone: Sequence[Turn]) -> dict[str, Any]:
+def row_of(way: Way, alone: Way) -> dict[str, Any]:
     """Returns the row of a way, after all repeats."""
-    seconds, tokens = [turn.seconds for turn in turns], turns[-1].tokens
-    ratios = bench.ratios([turn.seconds for turn in alone], seconds)
+    turns = way.turns
+    seconds, tokens = [turn["seconds"] for turn in turns], turns[-1]["tokens"]
+    ratios = bench.ratios([turn["seconds"] for turn in alone.turns], seconds)
     return {
         "kind": "throughput",
         **way.to_row(),
-        "prompts_equal": min(turn.equal for turn in turns),
-        "nonfinite_logits": max(turn.nonfinite for turn in turns),
+        "prompts_equal": min(turn["prompts_equal"] for turn in turns),
+        "nonfinite_logits": max(turn["nonfinite_logits"] for turn in turns),
         "tokens": tokens,
         **bench.spread_fields("tok_s", [tokens / s for s in seconds]),
         **bench.spread_fields("ratio", ratios),
@@ -127,50 +125,37 @@ def row_of(way: Way, turns: Sequence[Turn], alone: Sequence[Turn]) -> dict[str, 
     }
 
 
-def settings_of(
-    args: argparse.Namespace, subject: models.Subject, way: Way
-) -> runs.Settings:
-    """Returns the settings of a way, with costs of as many slots; those of a policy
-    are of the largest gamma, so that all ways share programs."""
-    if way.batch is None:
-        return subject.settings
-    settings = dataclasses.replace(subject.settings, num_slots=way.batch)
-    schedule = args.schedule if way.scheduled else None
-    how = {"name": args.gamma_policy, "schedule": schedule}
-    settings = policies.of_run(args, subject, settings, **how)
-    return dataclasses.replace(settings, gamma=way.gamma)
-
-
-def run_ways(lm, settings, ids, turns, *, repeats: int) -> Iterator[dict[str, Any]]:
-    """Runs all ways in turn, after a brief run of each that compiles; adds to `turns`,
-    and yields the row of each turn."""
-    with terminal.counted("runs", total=(repeats + 1) * len(turns)) as advance:
-        for way in turns:
-            _once(lm, dataclasses.replace(settings[way], gen_tokens=1), ids, way)
+def run_ways(
+    ways: Sequence[Way], ids: Sequence[list[int]], *, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Runs all ways in turn, after a brief run of each that compiles; adds to their
+    `turns`, and yields the row of each turn."""
+    with terminal.counted("runs", total=(repeats + 1) * len(ways)) as advance:
+        for way in ways:
+            _once(way, dataclasses.replace(way.settings, gen_tokens=1), ids)
             advance()
-        for repeat, way in itertools.product(range(repeats), turns):
-            done = _once(lm, settings[way], ids, way)
-            if way == ALONE:  # Always the first way.
+        for repeat, way in itertools.product(range(repeats), ways):
+            done = _once(way, way.settings, ids)
+            if way is ways[0]:
                 alone = done
-            turn = Turn(
-                seconds=sum(run.e2e_s for run in done),
-                tokens=sum(len(run.tokens) for run in done),
-                equal=sum(map(runs.matches, done, alone)),
-                nonfinite=sum(run.nonfinite for run in done),
-            )
-            turns[way].append(turn)
-            yield {
-                **{"kind": "throughput_run", **way.to_row(), "repeat": repeat},
-                **{"prompts_equal": turn.equal, "seconds": turn.seconds},
+            row = {"kind": "throughput_run", **way.to_row(), "repeat": repeat}
+            row |= {
+                # Texts equal to those of each prompt alone
+                "prompts_equal": sum(map(runs.matches, done, alone)),
+                "seconds": sum(run.e2e_s for run in done),
+                "tokens": sum(len(run.tokens) for run in done),
+                "nonfinite_logits": sum(run.nonfinite for run in done),
             }
+            way.turns.append(row)
+            yield row
             advance()
 
 
-def _once(lm, settings, ids, way: Way) -> list[runs.Run]:
+def _once(way: Way, settings: runs.Settings, ids) -> list[runs.Run]:
     """Runs all prompts once in a way."""
     if way.batch is None:
-        return [runs.run_plain(lm, settings, prompt) for prompt in ids]
-    return runs.run_batch(lm, settings, ids)
+        return [runs.run_plain(settings, prompt) for prompt in ids]
+    return runs.run_batch(settings, ids)
 
 
 COLUMNS = {
@@ -190,31 +175,22 @@ def run(
 ) -> int:
     """Loads, runs and compares; returns the exit status."""
     lm = models.load(args, drafter=args.drafter, gamma_max=max(args.gamma))
-    sampling = flags.sampling_settings(args)
-    subject = models.prepare(args, lm, args.prompts, sampling=sampling)
     if args.adversarial:
         size = lm.target.config.vocab_size
         wrong = forced_drafter.ForcedDrafter(inner=lm.drafter, vocab_size=size)
         lm = dataclasses.replace(lm, drafter=wrong)  # `runs` makes all drafts wrong.
-        subject = dataclasses.replace(subject, lm=lm)
-    ids = subject.ids
+    sampling = flags.sampling_settings(args)
+    subject = models.prepare(args, lm, args.prompts, sampling=sampling)
+    ids = [one.ids for one in subject.prompts]
     if max(args.batch) > len(ids):
         console.print(f"--batch: at most {len(ids)} slots, as there are prompts")
-    ways = ways_of(args, subject.settings, num_prompts=len(ids))
-    made = {way: settings_of(args, subject, way) for way in ways}
+    ways = ways_of(args, subject)
     models.announce(args, subject, console)
-    out.common = (
-        {"drafter": args.drafter, "prompts": len(ids)}
-        | {"prompt_source": prompt_files.without_folders(args.prompts)}
-        | {"gamma_policy": args.gamma_policy, "adversarial": args.adversarial}
-        | {"schedule": args.schedule and args.schedule.name}
-        | models.describe(args, lm)
-        | records.provenance()
-    )
-    turns: dict[Way, list[Turn]] = {way: [] for way in ways}
-    out.write_all(run_ways(lm, made, ids, turns, repeats=args.repeats))
-    rows = [row_of(way, turns[way], turns[ALONE]) for way in ways]
-    out.write_all(rows)
+    out.common = models.common(args, lm, "drafter", "gamma_policy", "adversarial")
+    schedule = args.schedule and args.schedule.name
+    out.common |= {"prompts": len(ids), "schedule": schedule}
+    out.write_all(run_ways(ways, ids, repeats=args.repeats))
+    rows = out.write_all(row_of(way, ways[0]) for way in ways)
     tables.print_rows([row | out.common for row in rows], COLUMNS, console)
     is_equal = all(row["prompts_equal"] == len(ids) for row in rows)
     # A rule that keeps only the distribution gives other texts.

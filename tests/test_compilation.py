@@ -181,9 +181,10 @@ def test_what_it_cannot_do_stays_as_it_is(function):
 
 def _kernels_of_a_round(lm) -> list[str]:
     """Returns the kernels of a round's program: operations of its outermost loop."""
-    settings = runs.Settings(gamma=4, gen_tokens=8, capacity=4096, page_size=16)
-    scheduler = runs.make_scheduler(lm, settings)
-    state = scheduler.begin(runs.make_request(lm, settings, [1, 2, 3]))
+    sizes = {"gamma": 4, "gen_tokens": 8, "capacity": 4096, "page_size": 16}
+    settings = runs.Settings(lm=lm, **sizes)
+    scheduler = runs.make_scheduler(settings)
+    state = scheduler.begin(runs.make_request(settings, [1, 2, 3]))
     lowered = round_lib.generate.lower(
         scheduler.speculator, state, max_rounds=jnp.int32(8)
     )

@@ -66,8 +66,9 @@ def test_a_text_begins_as_its_tokenizer_says(lm):
     of_chat = lm.tokenizer.encode("[user]hi[assistant]")
     assert [one.prompt_tokens for one in asked] == [[first, *ids], ids, of_chat]
     named = [prompt_files.Prompt(id="1", text="hi", category=None)]
-    assert prompts.encode(tokenizer, named, raw=True) == [[first, *ids]]
-    assert prompts.encode(tokenizer, named, raw=False) == [of_chat]
+    for raw, wanted in ((True, [first, *ids]), (False, of_chat)):
+        (encoded,) = prompts.encode(tokenizer, named, raw=raw)
+        assert encoded.ids == wanted
     # The text may have it already, as a chat template may have written it.
     assert tokenizer.encode(f"{begin}hi", begins=True) == [first, *ids]
 

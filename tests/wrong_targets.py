@@ -85,8 +85,8 @@ def plant(monkeypatch, wrong) -> None:
     """Plants a fault in the target that verifies."""
     real = runs.make_scheduler
 
-    def planted(lm, settings):
-        made = real(lm, settings)
+    def planted(settings):
+        made = real(settings)
         target = wrong(target=made.speculator.target)
         speculator = made.speculator.replace(target=target)
         return dataclasses.replace(made, speculator=speculator)

@@ -156,7 +156,7 @@ def prompt_ids(
       ValueError: chats that leave nothing to write.
     """
     prompts = prompt_files.parse(args.prompts)
-    ids = prompts_lib.encode(tokenizer, prompts, raw=args.raw)
+    ids = [one.ids for one in prompts_lib.encode(tokenizer, prompts, raw=args.raw)]
     if not tokenizer.has_chat_template or args.raw:
         # A longer prompt keeps its end, which the continuation follows.
         return [x[-args.prefix :] for x in ids]

@@ -47,21 +47,14 @@ class Timings:
     # For each of the `repeats` calls after it; entries at one index are of one turn
     seconds: Mapping[Hashable, Sequence[float]]
 
-    def row(
-        self, name: Hashable, *, ratio_to: Hashable | None = None
-    ) -> dict[str, Any]:
-        """Returns the fields of a case's row: n, warm-up, times, ratios.
-
-        Args:
-          ratio_to: the case that this one is compared with, if any.
-        """
+    def row(self, name: Hashable, *, ratio_to: Hashable) -> dict[str, Any]:
+        """Returns the fields of a case's row: n, warm-up, times, and ratios to those of
+        the case `ratio_to`."""
         seconds = self.seconds[name]
         fields = {"n": len(seconds), "warm_up_s": self.warm_up[name]}
         fields |= spread_fields("ms", [1e3 * s for s in seconds])
-        if ratio_to is not None:
-            found = ratios(seconds, self.seconds[ratio_to])
-            fields |= spread_fields("ratio", found)
-        return fields
+        found = ratios(seconds, self.seconds[ratio_to])
+        return fields | spread_fields("ratio", found)
 
 
 def run(

@@ -80,13 +80,6 @@ class Scaling(NamedTuple):
     shifts: np.ndarray  # [W] float32
 
 
-def unscaled(width: int) -> Scaling:
-    """Returns the scaling of `width` drafts that changes nothing."""
-    return Scaling(
-        temperatures=np.ones(width, np.float32), shifts=np.zeros(width, np.float32)
-    )
-
-
 def fit_platt(logits: np.ndarray, num_accepted: np.ndarray) -> Scaling:
     """Returns the temperature and the shift of the confidence of each draft.
 
@@ -184,15 +177,16 @@ def fit(subject: models.Subject, temperature: float, *, seed: int) -> dict[str, 
     Raises:
       ValueError: a drafter without confidences, or texts too short for a whole round.
     """
-    drafter = protocols.complete(subject.lm.drafter).for_schedule()
-    lm, draws = dataclasses.replace(subject.lm, drafter=drafter), None
+    lm, draws = subject.settings.lm, None
+    drafter = protocols.complete(lm.drafter).for_schedule()
+    lm = dataclasses.replace(lm, drafter=drafter)
     if temperature:
         draws = sampling.make_settings(temperature=temperature, seed=seed)
-    settings = dataclasses.replace(subject.settings, sampling=draws)
-    scheduler = runs.make_scheduler(lm, settings)
+    settings = dataclasses.replace(subject.settings, lm=lm, sampling=draws)
+    scheduler = runs.make_scheduler(settings)
     recorded = []
-    for prompt in subject.ids:
-        state = scheduler.begin(runs.make_request(lm, settings, prompt))
+    for prompt in subject.prompts:
+        state = scheduler.begin(runs.make_request(settings, prompt.ids))
         rounds = record_rounds(
             scheduler.speculator, state, max_rounds=settings.gen_tokens
         )
@@ -211,5 +205,6 @@ def judge(recorded: Sequence[Rounds]) -> dict[str, Any]:
     found = fit_platt(*fitted)
     row = {name: values.tolist() for name, values in found._asdict().items()}
     row |= {"fitted_rounds": len(fitted.logits), "rounds": len(reported.logits)}
-    before = report(reported, unscaled(fitted.logits.shape[1]))
+    unscaled = Scaling(np.ones_like(found.temperatures), np.zeros_like(found.shifts))
+    before = report(reported, unscaled)
     return row | {"ece_before": before["ece"]} | report(reported, found)

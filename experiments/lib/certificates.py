@@ -18,6 +18,8 @@ from spec_jax.debug import evidence
 FORMAT = "spec_jax exactness certificate"
 VERSION = 1
 KINDS = ("plain", "spec")
+REMOVED = {"verify_path": "paged-decode", "draft_cache": "persistent"}
+"""Axes that cells once had, each with the value that all cells have today."""
 
 
 def sha256_of(value: Any) -> str:
@@ -44,9 +46,8 @@ def make(
         lists[digest] = hashes
         return digest
 
-    summaries = [suite.summarise(cell, rows) for cell in cells]
     entries = []
-    for cell, summary in zip(cells, summaries, strict=True):
+    for cell in cells:
         own = [row for row in rows if row["cell"] == cell.name]
         own.sort(key=lambda row: row["index"])
         results = {
@@ -56,18 +57,78 @@ def make(
             }
             for kind in KINDS
         }
-        entries.append(summary | results)
-    is_exact = all(entry["exact"] for entry in entries)
+        entries.append(_summary(cell, own) | results)
+    across = across_pages(cells, rows)
     body = {
         "format": FORMAT,
         "version": VERSION,
         **header,
-        "exact": is_exact and not suite.across_pages(cells, rows),
-        "warnings": suite.warnings(summaries),
+        "exact": all(entry["exact"] for entry in entries) and not across,
+        "warnings": _warnings(entries) + across,
         "cells": entries,
         "lists": lists,
     }
     return body | {"sha256": sha256_of(body)}
+
+
+def _summary(cell: cells_lib.Cell, own: Sequence[suite.Row]) -> dict[str, Any]:
+    """Returns the numbers of a cell, from the rows of its prompts.
+
+    `texts` counts different texts: prompts that a model continues in the same way are
+    one witness. `equal` counts prompts in which each of `evidence.WHATS` is that of
+    decoding; `exact` says whether all are, without logits of NaN or infinity, whose
+    equality proves nothing.
+    """
+    counts = ("tokens", "rounds", "proposed", "accepted")
+    counts += ("nonfinite_logits", "constant_logits")
+    equal = {
+        what: sum(all(d["what"] != what for d in row["differences"]) for row in own)
+        for what in evidence.WHATS
+    }
+    found = {
+        "cell": cell.to_row(),
+        "prompts": len(own),
+        "texts": len({row["spec_sha256"]["tokens"] for row in own}),
+        **{name: sum(row[name] for row in own) for name in counts},
+        "equal": equal,
+    }
+    is_exact = not found["nonfinite_logits"] and set(equal.values()) == {len(own)}
+    return found | {"exact": is_exact}
+
+
+def _warnings(summaries: Sequence[suite.Row]) -> list[str]:
+    """Returns sentences on logits for which equality proves less than it seems to."""
+    found = []
+    for name, what in (
+        ("nonfinite_logits", "hold NaN or infinity: equality means nothing there"),
+        ("constant_logits", "are all equal: they prove nothing"),
+    ):
+        count = sum(summary[name] for summary in summaries)
+        if count:
+            total = sum(summary["tokens"] for summary in summaries)
+            found.append(f"{count:,} of {total:,} tokens are of logits that {what}")
+    return found
+
+
+def across_pages(
+    cells: Sequence[cells_lib.Cell], rows: Sequence[suite.Row]
+) -> list[str]:
+    """Returns sentences on prompts whose decoded bits depend on pages, as none may: one
+    for each choice of `exact_cells.BIT_AXES` with such prompts."""
+    bits_of = {cell.name: tuple(cell.bits.items()) for cell in cells}
+    seen: dict[tuple, dict[int, set]] = {}
+    for row in rows:
+        by_prompt = seen.setdefault(bits_of[row["cell"]], {})
+        hashes = tuple(row["plain_sha256"][what] for what in evidence.WHATS)
+        by_prompt.setdefault(row["index"], set()).add(hashes)
+    found = []
+    for bits, by_prompt in seen.items():
+        count = sum(len(hashes) > 1 for hashes in by_prompt.values())
+        if count:
+            told = ", ".join(f"{axis} {value}" for axis, value in bits)
+            words = f"prompts of decoding ({told}) have other bits on other pages"
+            found.append(f"{count} {words}")
+    return found
 
 
 def write(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:
@@ -76,7 +137,8 @@ def write(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """Reads a certificate.
+    """Reads a certificate; its cells lack the axes of `REMOVED`, and `left_out` counts
+    cells with other values of these axes, which no code runs any more.
 
     Raises:
       ValueError: no regular file, no certificate, one of another version, or one whose
@@ -103,7 +165,12 @@ def read(path: pathlib.Path) -> dict[str, Any]:
             f"{sha256_of(body)[:12]}.., and it says "
             f"{str(certificate.get('sha256'))[:12]}.."
         )
-    return certificate
+    for entry in certificate["cells"]:
+        items = (REMOVED | entry["cell"]).items()
+        entry["cell"] = {k: x for k, x in items if REMOVED.get(k) != x}
+    kept = [one for one in certificate["cells"] if not REMOVED.keys() & one["cell"]]
+    left_out = len(certificate["cells"]) - len(kept)
+    return certificate | {"cells": kept, "left_out": left_out}
 
 
 def _commit(certificate: Mapping[str, Any]) -> str:
@@ -111,28 +178,13 @@ def _commit(certificate: Mapping[str, Any]) -> str:
     return f" (commit {commit})" if commit else ""
 
 
-REMOVED = {"verify_path": "paged-decode", "draft_cache": "persistent"}
-"""Axes that cells once had, each with the value that all cells have today."""
-
-
-def entries_of(certificate: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the entries of cells that can be run, without the axes of `REMOVED`."""
-    found = []
-    for entry in certificate["cells"]:
-        cell = {**REMOVED, **entry["cell"]}
-        if REMOVED.items() <= cell.items():
-            own = {name: value for name, value in cell.items() if name not in REMOVED}
-            found.append({**entry, "cell": own})
-    return found
-
-
 def cells_of(certificate: Mapping[str, Any]) -> list[cells_lib.Cell]:
-    """Returns a certificate's cells, without cells of removed designs.
+    """Returns a certificate's cells.
 
     Raises:
       ValueError: cells with an axis that this code does not know.
     """
-    cells = [entry["cell"] for entry in entries_of(certificate)]
+    cells = [entry["cell"] for entry in certificate["cells"]]
     unknown = sorted({axis for cell in cells for axis in cell} - {*cells_lib.AXES})
     if unknown:
         raise ValueError(
@@ -153,7 +205,7 @@ def agreement(
       rows: from a run of the certificate's cells, for some or all of its prompts.
     """
     lists, found = certificate["lists"], {}
-    for entry, cell in zip(entries_of(certificate), cells_of(certificate), strict=True):
+    for entry, cell in zip(certificate["cells"], cells_of(certificate), strict=True):
         own = [row for row in rows if row["cell"] == cell.name]
         found[cell.name] = {
             what: sum(

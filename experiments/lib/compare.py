@@ -65,12 +65,13 @@ def ours(
     *,
     gamma: int | None,
 ) -> Generated:
-    """Generates on our side; raises as `runs.run_plain`."""
+    """Generates on our side, by `lm`; raises as `runs.run_plain`."""
+    settings = dataclasses.replace(settings, lm=lm)
     if gamma is None:
-        done, counters = runs.run_plain(lm, settings, prompt), None
+        done, counters = runs.run_plain(settings, prompt), None
     else:
         settings = dataclasses.replace(settings, gamma=gamma)
-        done = runs.run_speculative(lm, settings, prompt)
+        done = runs.run_speculative(settings, prompt)
         counters = done.counters
     shown = [token for token in done.tokens if token not in settings.stop_ids]
     return Generated(
@@ -89,7 +90,6 @@ class PromptRuns:
     """One prompt, and what every run generated in the warm-up and in each turn."""
 
     prompt: prompt_files.Prompt
-    ids: list[int]
     every: Mapping[Run, Sequence[Generated]]
     reference: Run  # all others are compared with its first text
 
@@ -125,7 +125,7 @@ class PromptRuns:
             runs.append(dataclasses.asdict(run) | told)
         return {
             **{"kind": "prompt", "id": self.prompt.id, "length": self.prompt.category},
-            **{"prompt_tokens": len(self.ids), "matched": self.matched},
+            **{"prompt_tokens": len(self.prompt.ids), "matched": self.matched},
             **{"nonfinite_logits": self.nonfinite, "runs": runs},
         }
 
@@ -142,15 +142,13 @@ def run_prompts(
     """Runs each prompt in every way once to warm up, then in turns; writes its row."""
     made, total = [], len(subject.prompts) * (1 + repeats)
     with terminal.counted("runs", total=total) as advance:
-        for prompt, ids in zip(subject.prompts, subject.ids, strict=True):
+        for prompt in subject.prompts:
             every: dict[Run, list[Generated]] = {run: [] for run in ways}
             for _ in range(1 + repeats):
                 for run, done in every.items():
-                    done.append(generate(run, ids))
+                    done.append(generate(run, prompt.ids))
                 advance()
-            made.append(
-                PromptRuns(prompt=prompt, ids=ids, every=every, reference=reference)
-            )
+            made.append(PromptRuns(prompt=prompt, every=every, reference=reference))
             out.write(made[-1].row())
     return made
 

@@ -50,29 +50,26 @@ def drafter_names() -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One configuration of rounds.
+    """One configuration of rounds; `suite_plan.AXES` says what its values mean.
 
     An axis that older certificates lack has a default.
     """
 
-    dtype: str  # of both models
+    dtype: str
     impl: str  # a resolved implementation
-    slab: int  # rows of every call of the target
+    slab: int
     page_size: int
     cache: str
-    prefill: str  # of `PREFILLS`
-    drafter: str  # a name of `drafter_names`, or package.module:Name
-    # Tokens drafted a round, or the most where a policy chooses; data of an executable,
-    # and so the cheapest axis
-    gamma: int
-    sampling: str = "greedy"  # of `SAMPLINGS`
-    gamma_policy: str = "fixed"  # of `GAMMA_POLICIES`
-    # Slots that share a forward; each prompt is compared with its decoding alone
-    batch: int = 1
+    prefill: str
+    drafter: str
+    gamma: int  # data of an executable, and so the cheapest axis
+    sampling: str = "greedy"
+    gamma_policy: str = "fixed"
+    batch: int = 1  # each prompt is compared with its decoding alone
     # `NO_TREE`, or the text of a tree that is drafted in place of chains; `gamma` is
     # then the number of its nodes
     tree: str = NO_TREE
-    weights: str = "dense"  # of the target; one of `config.WEIGHTS`
+    weights: str = "dense"
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -139,23 +136,15 @@ BIT_AXES = ("dtype", "weights", "impl", "slab", "prefill", "sampling")
 PLAIN_AXES = (*BIT_AXES, "page_size", "cache")
 
 
-def star(axes: Mapping[str, Sequence]) -> list[Cell]:
-    """Returns the cell of all first values, and one for each other value of an axis."""
+def of_axes(axes: Mapping[str, Sequence], *, is_product: bool = False) -> list[Cell]:
+    """Returns the cell of all first values, and one for each other value of an axis, or
+    a cell for every combination; cells that share decoding are neighbours."""
     base = {axis: values[0] for axis, values in axes.items()}
-    varied = [
-        base | {axis: value} for axis, values in axes.items() for value in values[1:]
-    ]
-    return _in_order([base, *varied])
-
-
-def product(axes: Mapping[str, Sequence]) -> list[Cell]:
-    """Returns a cell for every combination of values."""
-    combinations = itertools.product(*axes.values())
-    return _in_order([dict(zip(axes, values, strict=True)) for values in combinations])
-
-
-def _in_order(choices: Sequence[Mapping[str, Any]]) -> list[Cell]:
-    """Returns each cell once; cells that share decoding are neighbours."""
+    choices = [base]
+    choices += [base | {axis: x} for axis, values in axes.items() for x in values[1:]]
+    if is_product:
+        combinations = itertools.product(*axes.values())
+        choices = [dict(zip(axes, values, strict=True)) for values in combinations]
     cells = list(dict.fromkeys(map(_cell, choices)))
     plains = [cell.plain for cell in cells]
     return sorted(cells, key=lambda cell: plains.index(cell.plain))
@@ -183,11 +172,6 @@ def _cell(choice: Mapping[str, Any]) -> Cell:
         )
     slab = row_model.slab_for(choice["impl"], slab)
     return Cell(**{**choice, "gamma": gamma, "slab": slab})
-
-
-def by_plain(cells: Sequence[Cell]) -> list[list[Cell]]:
-    """Returns the cells in groups of neighbours that share decoding."""
-    return [list(group) for _, group in itertools.groupby(cells, lambda c: c.plain)]
 
 
 def label(cell: Cell, base: Cell) -> str:

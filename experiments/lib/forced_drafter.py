@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from spec_jax import pytree
-from spec_jax.drafters import each, slots as slots_lib, tree_shapes
+from spec_jax.drafters import each, slots as slots_lib
 from spec_jax.engine import protocols
 from spec_jax.rules import rule as rule_lib
 
@@ -58,17 +58,9 @@ class ForcedDrafter:
 
     @functools.cached_property
     def right(self) -> np.ndarray:
-        """The depth of each draft that can be right, `[gamma_max]`; siblings have 0.
-
-        Raises:
-          ValueError: a tree of a search, whose nodes are not known beforehand.
-        """
+        """The depth of each draft that can be right, `[gamma_max]`; siblings have 0."""
         if self.tree is None:
             return np.arange(1, self.gamma_max + 1, dtype=np.int32)
-        if not isinstance(self.tree, tree_shapes.FixedTree):
-            raise ValueError(
-                f"forced drafts of a search {self.tree}: give a tree of a fixed shape"
-            )
         depths = [0 if any(path) else len(path) for path in self.tree.paths]
         return np.array(depths, np.int32)
 
@@ -131,20 +123,17 @@ class SlotForced(slots_lib.OfSlots):
             kept=memory.kept.at[slot, :size].set(params.kept),
         )
 
-    def propose(
-        self,
-        params: protocols.Params,
-        memory: ForcedMemory,
-        *,
-        length: Int[Array, " B"],
-        **asked: Any,
-    ) -> tuple[ForcedMemory, protocols.Proposal]:
+    def _propose(self, params, memory, tokens, length, gamma, sampling, processing):
         """Proposes as many tokens as `inner` does, of which `kept` are right.
 
         The tokens of `inner` are not used, but their K/V stay in the memory, so that
         all of the draft is computed.
         """
-        inner, found = self.inner.propose(params, memory.inner, length=length, **asked)
+        del processing
+        asked = {"tokens": tokens, "length": length, "gamma": gamma}
+        inner, found = self.inner.propose(
+            params, memory.inner, **asked, sampling=sampling
+        )
         depth = jnp.asarray(self.drafter.right)
 
         def forced(trace, kept, length):

@@ -11,14 +11,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments.lib import bench, forced_drafter, noise, works
-from spec_jax import loading, testing
+from spec_jax import loading
+from spec_jax.debug import evidence
 from spec_jax.engine import protocols, requests as requests_lib, state as states
-from spec_jax.model import row_model
 from spec_jax.paging import cache as paged
 
 
@@ -41,22 +40,26 @@ def rate(text: str) -> Rate:
     return value
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Runs:
-    """Generations of one text.
+    """Generations of one text."""
 
-    Attributes:
-      start, limit: tokens of the text before and after a generation.
-    """
-
-    stage: works.Stage
-    start: int
-    limit: int
+    lm: loading.LanguageModel
+    start: int  # tokens of noise before a generation
+    num_new: int  # tokens of a generation
+    page_size: int
+    as_shapes: bool = False  # whether works are traced, and not run
 
     @property
-    def num_new(self) -> int:
-        """Tokens of a generation."""
-        return self.limit - self.start
+    def limit(self) -> int:
+        """Tokens of the text after a generation."""
+        return self.start + self.num_new
+
+    @functools.cached_property
+    def stage(self) -> works.Stage:
+        """The caches of all works."""
+        positions, how = self.limit + self.lm.gamma_max + 1, self.as_shapes
+        return works.make_stage(self.lm, positions, self.page_size, as_shapes=how)
 
     def plain(self) -> works.Work:
         """Returns the work that decodes the text; its time is that of one token."""
@@ -71,9 +74,8 @@ class Runs:
             text, right = jnp.asarray(trace)[None], jnp.asarray(kept)[None]
             return forced_drafter.ForcedMemory(inner=inner, trace=text, kept=right)
 
-        lm = self.stage.lm
-        size = lm.target.config.vocab_size
-        drafter = forced_drafter.ForcedDrafter(inner=lm.drafter, vocab_size=size)
+        inner, size = self.lm.drafter, self.lm.target.config.vocab_size
+        drafter = forced_drafter.ForcedDrafter(inner=inner, vocab_size=size)
         how = {"limit": self.limit, "max_rounds": self.limit, "drafter": drafter}
         how |= {"memory_at": memory_at, "program": "forced: rounds"}
         return self.stage.rounds(self.start, gamma, **how)
@@ -81,37 +83,13 @@ class Runs:
     def programs(self, gamma: int) -> list[works.Work]:
         """Returns the works that `measure` calls, to be traced and not run."""
         trace = np.zeros(self.stage.text.shape, np.int32)
-        kept = np.zeros((trace.size + self.stage.lm.gamma_max,), np.int32)
+        kept = np.zeros((trace.size + self.lm.gamma_max,), np.int32)
         return [self.plain(), self.rounds(trace, kept, gamma)]
 
-    def written(self, kv: paged.PagedKV) -> list[tuple[jax.Array, jax.Array]]:
-        """Returns keys and values by layer of all tokens but the last, which has none:
-        of the context, which is the same in all runs, and of generated tokens."""
-        where = (row_model.SLOT, self.limit - 1)
-        return [paged.gather(kv, layer, *where) for layer in range(len(kv.k))]
-
-
-def differing(actual: Any, expected: Any) -> int:
-    """Counts the elements of two pytrees that differ as integers."""
-    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
-    return sum(
-        int(np.sum(testing.bits(left) != testing.bits(right))) for left, right in pairs
-    )
-
-
-def make_runs(
-    lm: loading.LanguageModel,
-    *,
-    start: int,
-    generated: int,
-    page_size: int,
-    as_shapes: bool = False,
-) -> Runs:
-    """Makes caches for generations after `start` tokens of noise, or their shapes."""
-    limit = start + generated
-    positions = limit + lm.gamma_max + 1
-    stage = works.make_stage(lm, positions, page_size, as_shapes=as_shapes)
-    return Runs(stage, start, limit)
+    def written(self, kv: paged.PagedKV) -> np.ndarray:
+        """Returns keys and values of all tokens but the last, which has none: of the
+        context, which is the same in all runs, and of generated tokens, as integers."""
+        return np.stack(evidence.committed_kv(kv, self.limit - 1))
 
 
 def measure(
@@ -136,7 +114,7 @@ def measure(
         raise RuntimeError("two plain runs of one text differ")
     expected = runs.written(first.cache)
     del first, again  # Frees their caches.
-    drafter = runs.stage.lm.drafter
+    drafter = runs.lm.drafter
     depth = drafter.depth_max if protocols.is_tree(drafter) else gamma
     done: dict[Rate, list[dict[str, Any]]] = {rate: [] for rate in rates}
 
@@ -155,7 +133,7 @@ def measure(
 
         def checked() -> float:
             seconds, state = timed(), last.pop()
-            wrong = differing(runs.written(state.cache), expected)
+            wrong = int(np.sum(runs.written(state.cache) != expected))
             # Keeps counts alone: the cache is large.
             slot = requests_lib.slot_of(state.slots, 0)
             done[rate].append(counts(runs, trace, slot, wrong))

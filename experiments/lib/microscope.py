@@ -73,12 +73,9 @@ class Path:
 Key = tuple[int | None, str]
 """The layer of an operation, None outside of the layers, and its name."""
 
-Change = Callable[[int | None, str, jax.Array], jax.Array]
-"""`(layer, operation, value [rows, width]) -> value`: a hook that is hashable, and may
-plant a fault."""
-
 
 def _keep(layer: int | None, operation: str, value: jax.Array) -> jax.Array:
+    """Returns a value as it is recorded; tests plant a fault here."""
     del layer, operation
     return value
 
@@ -123,20 +120,13 @@ def record(
     kv: cache.PagedKV,
     window: tuple[int, ...],
     start: int,
-    change: Change | None = None,
 ) -> Record:
-    """Runs a window as `logits_of`, and again with every value recorded.
-
-    Args:
-      change: changes values as they are recorded; `moved` is counted without it.
-    """
+    """Runs a window as `logits_of`, and again with every value recorded."""
     real_kv, logits = logits_of(path, params, kv, window, start)
     seen_kv, _, values = _run(path, params, kv, window, start, _keep)
     pools = zip((*real_kv.k, *real_kv.v), (*seen_kv.k, *seen_kv.v), strict=True)
     moved = _count(values[None, "logits"], logits)
     moved += sum(_count(np.asarray(one), np.asarray(other)) for one, other in pools)
-    if change is not None:
-        _, _, values = _run(path, params, kv, window, start, change)
     return Record(values=values, moved=moved)
 
 
@@ -164,7 +154,7 @@ def _call(
     kv: cache.PagedKV,
     tokens: Int[Array, " R"],
     start: Int[Array, ""],
-    change: Change | None,
+    change: Callable[[int | None, str, jax.Array], jax.Array] | None,
 ):
     """Runs rows after `[0, start)`; values are `[R, width]`, then rows of padding."""
     (R,), slot = tokens.shape, row_model.SLOT

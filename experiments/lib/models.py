@@ -10,6 +10,7 @@ from experiments.lib import (
     processing,
     prompt_files,
     prompts as prompts_lib,
+    records,
     runs,
     terminal,
 )
@@ -88,21 +89,8 @@ def load_drafters(
     """Loads one target with each of the drafters, by their names; raises as `load`, and
     as `check_gamma`."""
     first = load(args, drafter=names[0], gamma_max=gamma_max, **how)
-    parts = loading.drafter_parts(
-        first.target,
-        first.params,
-        first.tokenizer,
-        folder=args.target,
-        draft=args.draft,
-        gamma_max=gamma_max,
-        dtype=args.dtype,
-        weights=args.draft_weights,
-    )
-    # The weights of the draft model are read once.
-    read = functools.cache(parts.load_draft)
-    if isinstance(first.drafter, draft_model.DraftModel):
-        read = lambda: (first.drafter, first.drafter_params)
-    parts = dataclasses.replace(parts, load_draft=read)
+    sizes = {"gamma_max": gamma_max, "dtype": args.dtype, "weights": args.draft_weights}
+    parts = parts_of(first, folder=args.target, draft=args.draft, **sizes)
     others = {
         name: first.with_drafter(*registry.build(name, parts)) for name in names[1:]
     }
@@ -112,13 +100,24 @@ def load_drafters(
     return made
 
 
+def parts_of(lm: loading.LanguageModel, **how: Any) -> registry.Parts:
+    """Returns the parts of drafters for a loaded target; its draft model is read once.
+
+    Args:
+      how: arguments of `loading.drafter_parts`.
+    """
+    parts = loading.drafter_parts(lm.target, lm.params, lm.tokenizer, **how)
+    read = functools.cache(parts.load_draft)
+    if isinstance(lm.drafter, draft_model.DraftModel):
+        read = lambda: (lm.drafter, lm.drafter_params)
+    return dataclasses.replace(parts, load_draft=read)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model, and prompts that are ready to run on it."""
+    """Prompts that are ready to run, and the settings of their runs."""
 
-    lm: loading.LanguageModel
     prompts: list[prompt_files.Prompt]
-    ids: list[list[int]]
     settings: runs.Settings  # of all runs, with the largest gamma
 
 
@@ -147,35 +146,31 @@ def prepare(
     if lengths:
         count = per_length or min(len(read), prompts_lib.PER_CONTEXT)
         how = {"lengths": lengths, "per_length": count, "raw": raw}
-        ready, ids = prompts_lib.of_lengths(lm, read, **how)
+        ready = prompts_lib.of_lengths(lm, read, **how)
     else:
-        ready, ids = prompts_lib.prepare(lm, read, sampling=drawn, raw=raw, **sizes)
+        ready = prompts_lib.prepare(lm, read, sampling=drawn, raw=raw, **sizes)
     of_flags = {
         "rule": getattr(args, "rule", "coupled"),
         "stop_ids": () if getattr(args, "ignore_stop", True) else lm.stop_ids,
     }
     made = runs.Settings(
+        lm=lm,
         gamma=lm.gamma_max,
-        capacity=prompts_lib.capacity_for(lm, ready, ids, **sizes),
+        capacity=prompts_lib.capacity_for(lm, ready, **sizes),
         processor=processing.of(args, lm),
         **sizes | of_flags | settings,
     )
-    return Subject(lm=lm, prompts=ready, ids=ids, settings=made)
+    return Subject(prompts=ready, settings=made)
 
 
 def announce(
     args: argparse.Namespace, subject: Subject, console: terminal.Console, *words: str
 ) -> None:
     """Prints what will be run, before anything is compiled."""
-    target = subject.lm.target
+    target = subject.settings.lm.target
     sizes = f"{len(subject.prompts)} prompts x {args.gen_tokens} tokens"
     how = (target.config.dtype, f"impl {target.impl}")
     console.print(f"{', '.join((sizes, *words, *how))}; compiling ...")
-
-
-def typical(ids: Sequence[list[int]]) -> list[int]:
-    """Returns the prompt of median length, for which costs are measured."""
-    return sorted(ids, key=len)[len(ids) // 2]
 
 
 def drafter_sha256(lm: loading.LanguageModel) -> str:
@@ -236,3 +231,14 @@ def describe(
     for name in ("chat_option", "processor"):
         names += (name,) * bool(getattr(args, name, None))
     return found | {name: getattr(args, name) for name in names if hasattr(args, name)}
+
+
+def common(
+    args: argparse.Namespace, lm: loading.LanguageModel, *names: str
+) -> dict[str, Any]:
+    """Returns the fields that all rows of a script have: those of `describe`, of flags
+    with these names, of the prompts, if any, and of where the numbers are from."""
+    about = describe(args, lm) | {name: getattr(args, name) for name in names}
+    if hasattr(args, "prompts"):
+        about["prompt_source"] = prompt_files.without_folders(args.prompts)
+    return about | records.provenance()

@@ -4,13 +4,13 @@ import argparse
 import dataclasses
 import pathlib
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from experiments.lib import models, profiles, runs
-from spec_jax import default_gamma, loading
-from spec_jax.drafters import choice, draft_model, hybrid
+from experiments.lib import models, profiles, prompt_files, runs
+from spec_jax import default_gamma
+from spec_jax.drafters import draft_model, hybrid
 from spec_jax.engine import protocols
 from spec_jax.gamma import (
     costs as costs_lib,
@@ -74,93 +74,77 @@ def make(
 
 def of_run(
     args: argparse.Namespace,
-    subject: models.Subject,
     settings: runs.Settings,
+    prompts: Sequence[prompt_files.Prompt],
     *,
     name: str,
     schedule: pathlib.Path | None = None,
     drafter: str | None = None,
 ) -> runs.Settings:
-    """Returns the settings with the policy `name`; or with a schedule of a profile's
-    times, which asks the policy how many tokens to draft.
+    """Returns the settings with a policy of that name, for gammas up to
+    `settings.gamma`; or with a schedule of a profile's times, which asks the policy how
+    many tokens to draft.
 
     Args:
-      schedule: the file of the profile.
+      schedule: the file of the profile; None: costs are measured where the policy needs
+        them, as `spec_jax.generate` measures them.
       drafter: the drafter's name; None: `--drafter`.
 
     Raises:
-      ValueError: as `profiles.read`; and a schedule of trees.
+      ValueError: as `profiles.read`; a schedule of trees; and a budget under a rule
+        whose tokens would depend on measured times.
     """
-    lm, gamma, slots = subject.lm, settings.gamma, settings.num_slots
+    lm, gamma, slots = settings.lm, settings.gamma, settings.num_slots
+    stops_early = settings.rule != "coupled"
     if schedule is None:
-        return with_policy(name, lm, settings, models.typical(subject.ids))
+        if name == BUDGET and stops_early:
+            raise ValueError(
+                f"policy {BUDGET!r} chooses gamma by measured times, on which tokens "
+                f"would depend under rule {settings.rule!r}: take the rule 'coupled', "
+                "or a fixed gamma"
+            )
+        if name == BUDGET:
+            return adapted(settings, prompts)[0]
+        round_s = lambda: adapted(settings, prompts)[1].rising_s()
+        made, state = make(name, lm.drafter, gamma=gamma, round_s=round_s)
+        return dataclasses.replace(settings, gamma_policy=made, policy_state=state)
     if protocols.is_tree(lm.drafter):
         raise ValueError("--schedule is of chains: leave it out, or the tree")
     about = models.describe(args, lm, drafter) | {"drafter": drafter or args.drafter}
     about |= {"drafter_sha256": models.drafter_sha256(lm)}
-    lengths, drawn = statistics.median(map(len, subject.ids)), settings.sampling
+    length = statistics.median(len(one.ids) for one in prompts)
+    drawn = settings.sampling
     profile = profiles.read(
         schedule,
         about,
         num_slots=slots,
         gamma=gamma,
-        context=int(lengths) + settings.gen_tokens // 2,  # At the middle of a text.
+        context=int(length) + settings.gen_tokens // 2,  # At the middle of a text.
         temperature=0.0 if drawn is None else float(drawn.temperature),
     )
-    asks, first = make(
-        name, lm.drafter, gamma=gamma, round_s=lambda: profile.round_s(slots, gamma)
-    )
-    stops_early = settings.rule != "coupled"
+    round_s = lambda: profile.round_s(slots, gamma)
+    asks, first = make(name, lm.drafter, gamma=gamma, round_s=round_s)
     made = schedule_lib.Schedule(gamma_max=gamma, stops_early=stops_early, asks=asks)
     state = made.init(**vars(profile), asks=first)
     return dataclasses.replace(settings, gamma_policy=made, policy_state=state)
 
 
 def adapted(
-    lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
+    settings: runs.Settings, prompts: Sequence[prompt_files.Prompt]
 ) -> tuple[runs.Settings, costs_lib.RoundCosts]:
     """Returns the settings with the default policy of `spec_jax.generate`, and the
-    costs of rounds as it measures them.
-
-    Args:
-      prompt: a prompt of typical length.
-    """
+    costs of rounds as it measures them, with the prompt of median length."""
     change = {"gamma_policy": None, "policy_state": None, "rule": "coupled"}
     fixed = dataclasses.replace(settings, **change)
-    scheduler = runs.make_scheduler(lm, fixed)
-    request = runs.make_request(lm, fixed, prompt)
-    scheduler, _, costs = default_gamma.adapted(lm, scheduler, [request])
-    _, params = scheduler.speculator.params
+    typical = sorted((one.ids for one in prompts), key=len)[len(prompts) // 2]
+    scheduler, _, costs = default_gamma.adapted(
+        settings.lm, runs.make_scheduler(fixed), [runs.make_request(fixed, typical)]
+    )
+    _, params = scheduler.speculator.params  # With the costs, for a choice.
     found = dataclasses.replace(
         settings,
+        lm=dataclasses.replace(settings.lm, drafter_params=params),
         gamma_policy=scheduler.speculator.gamma_policy,
         policy_state=scheduler.policy_state,
-        draft_params=params if isinstance(params, choice.ChoiceParams) else None,
     )
     return found, costs
-
-
-def with_policy(
-    name: str, lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
-) -> runs.Settings:
-    """Returns the settings with a policy of that name, for gammas up to
-    `settings.gamma`.
-
-    Args:
-      prompt: a prompt of typical length, with which costs are measured where the policy
-        needs them, as `spec_jax.generate` measures them.
-
-    Raises:
-      ValueError: a budget under a rule whose tokens would depend on measured times.
-    """
-    if name == BUDGET and settings.rule != "coupled":
-        raise ValueError(
-            f"policy {BUDGET!r} chooses gamma by measured times, on which tokens would "
-            f"depend under rule {settings.rule!r}: take the rule 'coupled', or a fixed "
-            "gamma"
-        )
-    if name == BUDGET:
-        return adapted(lm, settings, prompt)[0]
-    round_s = lambda: adapted(lm, settings, prompt)[1].rising_s()
-    made, state = make(name, lm.drafter, gamma=settings.gamma, round_s=round_s)
-    return dataclasses.replace(settings, gamma_policy=made, policy_state=state)

@@ -47,6 +47,8 @@ class Prompt:
     history: tuple[Message, ...] = ()  # the messages before `text`
     # Turns of the user after the answer to `text`, after the next answer, and so on
     next_turns: tuple[str, ...] = ()
+    # Tokens of the conversation up to `text`, once it is encoded
+    ids: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def messages(self) -> list[Message]:

@@ -16,10 +16,6 @@ JOINT = "\n\n"
 """Between the messages of a conversation where there is no chat template."""
 
 
-Prepared = tuple[list[prompt_files.Prompt], list[list[int]]]
-"""Prompts of one turn each, and the tokens of each."""
-
-
 def prepare(
     lm: loading.LanguageModel,
     prompts: Sequence[prompt_files.Prompt],
@@ -28,7 +24,7 @@ def prepare(
     gen_tokens: int,
     page_size: int,
     sampling: sampling_lib.SamplingSettings | None = None,
-) -> Prepared:
+) -> list[prompt_files.Prompt]:
     """Makes every turn of every conversation a prompt, and encodes them all.
 
     A turn's prompt holds the turns before it and their answers, which the target's
@@ -42,17 +38,17 @@ def prepare(
     sizes = {"gen_tokens": gen_tokens, "page_size": page_size}
     words, turns = lm.tokenizer, [[prompt] for prompt in prompts]
     while asked := [own for own in turns if own[-1].next_turns]:
-        latest = [own[-1] for own in asked]
-        ids = encode(words, latest, raw=raw)
+        latest = encode(words, [own[-1] for own in asked], raw=raw)
         settings = runs.Settings(
+            lm=lm,
             gamma=1,
-            capacity=capacity_for(lm, latest, ids, **sizes),
+            capacity=capacity_for(lm, latest, **sizes),
             stop_ids=words.stop_ids,
             sampling=sampling,
             **sizes,
         )
-        for own, prompt, prompt_ids in zip(asked, latest, ids, strict=True):
-            answer = runs.run_plain(lm, settings, prompt_ids).tokens
+        for own, prompt in zip(asked, latest, strict=True):
+            answer = runs.run_plain(settings, prompt.ids).tokens
             if answer and answer[-1] in words.stop_ids:
                 answer.pop()
             said = {"role": prompt_files.ASSISTANT, "content": words.decode(answer)}
@@ -65,7 +61,7 @@ def prepare(
         for own in turns
         for number, one in enumerate(own, 1)
     ]
-    return flat, encode(words, flat, raw=raw)
+    return encode(words, flat, raw=raw)
 
 
 def with_options(
@@ -87,8 +83,8 @@ def with_options(
 
 def encode(
     words: tokenizer_lib.Tokenizer, prompts: Sequence[prompt_files.Prompt], *, raw: bool
-) -> list[list[int]]:
-    """Returns token ids, through the chat template where the model has one.
+) -> list[prompt_files.Prompt]:
+    """Returns prompts with their tokens, by the chat template where the model has one.
 
     Without one, the messages of a conversation are joined by `JOINT`. Turns that come
     after an answer are left out: `prepare` makes prompts of them.
@@ -100,13 +96,15 @@ def encode(
         else JOINT.join(message["content"] for message in prompt.messages)
         for prompt in prompts
     ]
-    return [words.encode(text, begins=not use_chat) for text in texts]
+    return [
+        dataclasses.replace(prompt, ids=words.encode(text, begins=not use_chat))
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
 
 
 def capacity_for(
     lm: loading.LanguageModel,
     prompts: Sequence[prompt_files.Prompt],
-    ids: Sequence[list[int]],
     *,
     gen_tokens: int,
     page_size: int,
@@ -117,8 +115,8 @@ def capacity_for(
       ValueError: a prompt that the model's positions do not fit.
     """
     positions = lm.target.config.max_position_embeddings
-    for prompt, tokens in zip(prompts, ids, strict=True):
-        name = f"prompt {prompt.id!r}"
+    for prompt in prompts:
+        name, tokens = f"prompt {prompt.id!r}", prompt.ids
         if len(tokens) > positions - gen_tokens:
             raise ValueError(
                 f"{name} has {len(tokens)} tokens, and {gen_tokens} are to come: the "
@@ -128,7 +126,7 @@ def capacity_for(
             )
         size = lm.target.config.vocab_size
         checks.check_prompt(tokens, vocab_size=size, capacity=positions, what=name)
-    longest = max(map(len, ids)) + gen_tokens
+    longest = max(len(prompt.ids) for prompt in prompts) + gen_tokens
     checks.warn_positions(lm.drafter, longest)
     return index.pages_for(longest, page_size) * page_size
 
@@ -150,7 +148,7 @@ def of_lengths(
     lengths: Mapping[str, int],
     per_length: int,
     raw: bool,
-) -> Prepared:
+) -> list[prompt_files.Prompt]:
     """Returns `per_length` prompts of each class, with the same ends in each; the class
     is their category.
 
@@ -170,7 +168,7 @@ def of_lengths(
             f"{per_length} prompts of each length asked for, but there are "
             f"{len(prompts)} to make them of; ask for fewer or name a larger file"
         )
-    words, made, every = lm.tokenizer, [], []
+    words, made = lm.tokenizer, []
     # Evenly through the file, since neighbours may be alike.
     ends = [(i + 1) * len(prompts) // per_length - 1 for i in range(per_length)]
     for name, num_tokens in lengths.items():
@@ -179,9 +177,8 @@ def of_lengths(
             if words.has_chat_template and not raw:
                 ids = words.encode(words.apply_chat(words.decode(ids)))
             own = {"id": prompts[end].id, "text": words.decode(ids), "category": name}
-            made.append(prompt_files.Prompt(**own))
-            every.append(ids)
-    return made, every
+            made.append(prompt_files.Prompt(**own, ids=ids))
+    return made
 
 
 def _last_tokens(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from experiments.lib import prompt_files, runs as runs_lib, summaries, tables
-from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.model import decoder
 
@@ -16,9 +15,8 @@ class PromptResult:
     """One prompt, with its plain and its speculative runs, one of each per repeat."""
 
     prompt: prompt_files.Prompt
-    prompt_ids: list[int]
-    plain: list[runs_lib.Run]
-    spec: list[runs_lib.Run]
+    plain: Sequence[runs_lib.Run]
+    spec: Sequence[runs_lib.Run]
     # Verified positions with another token than decoding's; None where a rule keeps
     # decoding's distribution alone
     mismatches: int | None
@@ -50,8 +48,8 @@ class PromptResult:
             "kind": "prompt",
             "id": self.prompt.id,
             "category": self.prompt.category,
-            "prompt_ids": self.prompt_ids,
-            "prompt_tokens": len(self.prompt_ids),
+            "prompt_ids": self.prompt.ids,
+            "prompt_tokens": len(self.prompt.ids),
             **{name: getattr(counters, name) for name in names},
             "matched": self.matched,
             "verify_decode_mismatches": self.mismatches,
@@ -66,10 +64,8 @@ class PromptResult:
 
 
 def run_prompts(
-    lm: loading.LanguageModel,
     settings: runs_lib.Settings,
     prompts: Sequence[prompt_files.Prompt],
-    ids: Sequence[list[int]],
     *,
     repeats: int,
     hands_on: bool = True,
@@ -87,26 +83,21 @@ def run_prompts(
     Yields:
       The result of each prompt, as soon as it is known.
     """
-    is_batch, places = settings.num_slots > 1, range(len(ids))
-    for part in [places] if is_batch else [[place] for place in places]:
-        own = [ids[place] for place in part]
-        turns = []
+    is_batch = settings.num_slots > 1
+    for part in [prompts] if is_batch else [[prompt] for prompt in prompts]:
+        own, turns = [prompt.ids for prompt in part], []
         for _ in range(repeats):
-            plain = [runs_lib.run_plain(lm, settings, one) for one in own]
+            plain = [runs_lib.run_plain(settings, one) for one in own]
             if is_batch:
-                how = {"after_prompt": after_prompt}
-                spec = runs_lib.run_batch(lm, settings, own, **how)
+                spec = runs_lib.run_batch(settings, own, after_prompt=after_prompt)
             else:
-                spec = [runs_lib.run_speculative(lm, settings, own[0])]
-            turns.append((plain, spec))
-        for at, place in enumerate(part):
-            first = turns[0][1][at].tokens
+                spec = [runs_lib.run_speculative(settings, own[0])]
+            turns.append(zip(plain, spec, strict=True))
+        for prompt, *runs in zip(part, *turns, strict=True):
+            plain, spec = zip(*runs, strict=True)
+            wrong = runs_lib.mismatches(settings, prompt.ids, spec[0].tokens)
             found = PromptResult(
-                prompt=prompts[place],
-                prompt_ids=list(ids[place]),
-                plain=[plain[at] for plain, _ in turns],
-                spec=[spec[at] for _, spec in turns],
-                mismatches=runs_lib.mismatches(lm, settings, ids[place], first),
+                prompt=prompt, plain=plain, spec=spec, mismatches=wrong
             )
             if not is_batch:
                 after_prompt()
@@ -117,19 +108,17 @@ def run_prompts(
 
 
 def warm_up(
-    designs: Sequence[tuple[loading.LanguageModel, runs_lib.Settings]],
-    prompts: Sequence[list[int]],
+    designs: Sequence[runs_lib.Settings], prompts: Sequence[prompt_files.Prompt]
 ) -> float:
     """Compiles everything that runs of these designs need; returns the seconds."""
     started = time.perf_counter()
-    prompt = prompt_files.Prompt(id="warm-up", text="", category=None)
     # Prompts of all buckets of prefill: they need every executable.
-    one_a_bucket = {decoder.bucket(max(1, len(ids) - 1)): ids for ids in prompts}
-    for ids in one_a_bucket.values():
-        for lm, settings in designs:
+    one_a_bucket = {decoder.bucket(max(1, len(one.ids) - 1)): one for one in prompts}
+    for prompt in one_a_bucket.values():
+        for settings in designs:
             # Generating one token compiles the same programs.
             brief = dataclasses.replace(settings, gen_tokens=1)
-            list(run_prompts(lm, brief, [prompt], [ids], repeats=1))
+            list(run_prompts(brief, [prompt], repeats=1))
     return time.perf_counter() - started
 
 

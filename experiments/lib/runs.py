@@ -1,10 +1,9 @@
 """Runs of prompts, plain and speculative in turn: tokens, counters and times.
 
-`Settings` has what a run does with a prompt; a `LanguageModel` has the models;
-`results` compares runs. Every run gets a fresh cache, allocated outside the timed
-region. The time of one sequence is that of its prompt's prefill and of one call that
-generates everything; that of several slots is the time of the whole batch. Compilation
-is done before, by `results.warm_up`.
+`Settings` has all that a run needs but the prompt; `results` compares runs. Every run
+gets a fresh cache, allocated outside the timed region. The time of one sequence is that
+of its prompt's prefill and of one call that generates everything; that of several slots
+is the time of the whole batch. Compilation is done before, by `results.warm_up`.
 """
 
 import contextlib
@@ -12,7 +11,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +36,9 @@ from spec_jax.rules import sampling as sampling_lib
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that decides a run of a prompt, besides the models."""
+    """The models, and everything else that decides a run of a prompt."""
 
+    lm: loading.LanguageModel
     gamma: int
     gen_tokens: int
     capacity: int
@@ -49,7 +48,6 @@ class Settings:
     sampling: sampling_lib.SamplingSettings | None = None  # None: greedy
     gamma_policy: policy.GammaPolicy | None = None  # None: always `gamma`
     policy_state: policy.State = None  # before each prompt's first round
-    draft_params: Any = None  # with the costs of rounds; None: the model's own
     rule: verification.Rule = "coupled"
     num_slots: int = 1
     processor: processors.Processor | None = None  # of logits
@@ -87,12 +85,13 @@ def matches(run: Run, plain: Run) -> bool:
     return run.tokens == plain.tokens and not run.nonfinite and not plain.nonfinite
 
 
-def run_plain(lm: loading.LanguageModel, settings: Settings, prompt: list[int]) -> Run:
+def run_plain(settings: Settings, prompt: list[int]) -> Run:
     """Decodes one prompt, one token a step."""
-    kv, max_steps = new_cache(lm, settings), jnp.int32(settings.gen_tokens)
+    lm = settings.lm
+    kv, max_steps = new_cache(settings), jnp.int32(settings.gen_tokens)
     jax.block_until_ready((kv, max_steps))
     started = time.perf_counter()
-    state = jax.block_until_ready(begin_plain(lm, settings, prompt, kv))
+    state = jax.block_until_ready(begin_plain(settings, prompt, kv))
     prefilled = time.perf_counter()
     state = jax.block_until_ready(
         baseline.generate(lm.target, lm.params, state, max_steps=max_steps)
@@ -109,26 +108,21 @@ def run_plain(lm: loading.LanguageModel, settings: Settings, prompt: list[int]) 
     )
 
 
-def new_cache(lm: loading.LanguageModel, settings: Settings) -> paged.PagedKV:
+def new_cache(settings: Settings) -> paged.PagedKV:
     """Returns an empty cache of the target, of the settings' sizes."""
-    return lm.target.new_cache(capacity=settings.capacity, page_size=settings.page_size)
+    sizes = {"capacity": settings.capacity, "page_size": settings.page_size}
+    return settings.lm.target.new_cache(**sizes)
 
 
 def begin_plain(
-    lm: loading.LanguageModel,
-    settings: Settings,
-    prompt: list[int],
-    kv: paged.PagedKV | None = None,
+    settings: Settings, prompt: list[int], kv: paged.PagedKV
 ) -> baseline.DecodeState:
-    """Returns autoregressive decoding before its first step.
-
-    Args:
-      kv: empty, and donated; a new one if None.
-    """
+    """Returns autoregressive decoding before its first step; `kv` is empty, and
+    donated."""
     return baseline.begin(
-        lm.target,
-        lm.params,
-        new_cache(lm, settings) if kv is None else kv,
+        settings.lm.target,
+        settings.lm.params,
+        kv,
         prompt,
         max_tokens=settings.gen_tokens,
         prefill_by_rows=settings.prefill_by_rows,
@@ -138,16 +132,14 @@ def begin_plain(
     )
 
 
-def make_scheduler(
-    lm: loading.LanguageModel, settings: Settings
-) -> scheduler_lib.Scheduler:
+def make_scheduler(settings: Settings) -> scheduler_lib.Scheduler:
     """Returns the scheduler of `settings.num_slots` slots."""
-    own = lm.drafter_params
+    lm = settings.lm
     algo = algorithms.speculative(
         lm.target, lm.drafter, rule=settings.rule, policy=settings.gamma_policy
     )
     return algo.scheduler(
-        (lm.params, own if settings.draft_params is None else settings.draft_params),
+        (lm.params, lm.drafter_params),
         num_slots=settings.num_slots,
         capacity=settings.capacity,
         page_size=settings.page_size,
@@ -158,7 +150,6 @@ def make_scheduler(
 
 
 def make_request(
-    lm: loading.LanguageModel,
     settings: Settings,
     prompt: list[int],
     text: Sequence[int] | None = None,
@@ -172,15 +163,16 @@ def make_request(
         writes after it; None: it is decoded here.
       rate: the share of an oracle's drafts that are right.
     """
-    known, is_forced = None, isinstance(lm.drafter, forced_drafter.ForcedDrafter)
-    if is_forced or isinstance(lm.drafter, oracle.Oracle):
+    known, drafter = None, settings.lm.drafter
+    is_forced = isinstance(drafter, forced_drafter.ForcedDrafter)
+    if is_forced or isinstance(drafter, oracle.Oracle):
         if text is None:
-            text = [*prompt, *run_plain(lm, settings, prompt).tokens]
+            text = [*prompt, *run_plain(settings, prompt).tokens]
         known = oracle.make_trace(text, rate=rate)
     if is_forced:  # None of its drafts is kept.
         size = settings.capacity - len(text)  # One for all: nothing compiles anew.
         trace = jnp.asarray(np.pad(np.int32(text), (0, size)))
-        parts = {"draft": lm.drafter_params, "kept": jnp.zeros_like(trace)}
+        parts = {"draft": settings.lm.drafter_params, "kept": jnp.zeros_like(trace)}
         known = forced_drafter.ForcedParams(trace=trace, **parts)
     return requests_lib.Request(
         prompt=prompt,
@@ -192,12 +184,10 @@ def make_request(
     )
 
 
-def run_speculative(
-    lm: loading.LanguageModel, settings: Settings, prompt: list[int]
-) -> Run:
+def run_speculative(settings: Settings, prompt: list[int]) -> Run:
     """Generates one prompt by rounds."""
-    scheduler = make_scheduler(lm, dataclasses.replace(settings, num_slots=1))
-    request = make_request(lm, settings, prompt)
+    scheduler = make_scheduler(dataclasses.replace(settings, num_slots=1))
+    request = make_request(settings, prompt)
     scheduler.check(request)
     state = scheduler.empty(
         draws=settings.sampling is not None, processor=settings.processor
@@ -214,20 +204,15 @@ def run_speculative(
     checks.check_refused([state.cache, state.memory])
     checks.check_pages(state.slots.status, state.slots.length, state.cache)
     slot = requests_lib.slot_of(jax.device_get(state.slots), 0)
-    return as_run(
-        slot,
-        vocab_size=lm.target.config.vocab_size,
-        prefill_s=prefilled - started,
-        decode_s=finished - prefilled,
-    )
+    one = requests_lib.Finished(number=0, slot=slot, vocab_size=scheduler.vocab_size)
+    return _as_run(one, prefilled - started, finished - prefilled)
 
 
-def as_run(
-    slot: states.Slots, *, vocab_size: int | None, prefill_s: float, decode_s: float
-) -> Run:
-    """Returns the run of ONE finished slot; logits that are not finite are counted."""
+def _as_run(one: requests_lib.Finished, prefill_s: float, decode_s: float) -> Run:
+    """Returns the run of a request; logits that are not finite are counted."""
+    slot = one.slot
     with contextlib.suppress(FloatingPointError):
-        checks.check_slot(slot, vocab_size=vocab_size)
+        checks.check_slot(slot, vocab_size=one.vocab_size)
     tokens, origins = requests_lib.generated(slot), np.asarray(slot.origins)
     return Run(
         tokens=tokens,
@@ -240,7 +225,6 @@ def as_run(
 
 
 def run_batch(
-    lm: loading.LanguageModel,
     settings: Settings,
     prompts: Sequence[list[int]],
     *,
@@ -252,8 +236,8 @@ def run_batch(
     are shared out over the prompts by the tokens that each generated, so that totals
     are those of the batch; prefill and decoding overlap and are not told apart.
     """
-    scheduler = make_scheduler(lm, settings)
-    requests = [make_request(lm, settings, prompt) for prompt in prompts]
+    scheduler = make_scheduler(settings)
+    requests = [make_request(settings, prompt) for prompt in prompts]
     state = scheduler.empty(
         draws=settings.sampling is not None, processor=settings.processor
     )
@@ -263,23 +247,16 @@ def run_batch(
         finished.append(one)
         after_prompt()
     seconds = time.perf_counter() - started
-    total = sum(len(requests_lib.generated(one.slot)) for one in finished)
+    finished.sort(key=lambda one: one.number)
+    counts = [len(requests_lib.generated(one.slot)) for one in finished]
     return [
-        as_run(
-            one.slot,
-            vocab_size=one.vocab_size,
-            prefill_s=0.0,
-            decode_s=seconds * len(requests_lib.generated(one.slot)) / total,
-        )
-        for one in sorted(finished, key=lambda one: one.number)
+        _as_run(one, 0.0, seconds * count / sum(counts))
+        for one, count in zip(finished, counts, strict=True)
     ]
 
 
 def mismatches(
-    lm: loading.LanguageModel,
-    settings: Settings,
-    prompt: list[int],
-    tokens: Sequence[int],
+    settings: Settings, prompt: list[int], tokens: Sequence[int]
 ) -> int | None:
     """Returns how many tokens of a generated text decoding would not have chosen; None
     where a rule keeps decoding's distribution alone.
@@ -289,13 +266,13 @@ def mismatches(
     """
     if not settings.is_exact:
         return None
-    state = begin_plain(lm, settings, prompt)
+    state = begin_plain(settings, prompt, new_cache(settings))
     new = slice(len(prompt), len(prompt) + len(tokens))
     text = np.array(state.tokens)
     text[new] = tokens
     _, chosen = baseline.replay(
-        lm.target,
-        lm.params,
+        settings.lm.target,
+        settings.lm.params,
         state.cache,
         tokens=jnp.asarray(text),
         start=jnp.int32(new.start),

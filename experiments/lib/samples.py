@@ -35,8 +35,8 @@ def show(
     else:
         words = f"NOT EQUAL to autoregressive decoding at token {place}"
         heading.append(words, "bold red")
-    pieces = lm.tokenizer.decode_pieces([*sample.prompt_ids, *run.tokens])
-    shown = len(sample.prompt_ids)
+    pieces = lm.tokenizer.decode_pieces([*sample.prompt.ids, *run.tokens])
+    shown = len(sample.prompt.ids)
     text = _marked("".join(pieces[:shown]), Origin.PROMPT)
     for piece, origin in zip(pieces[shown:], run.origins, strict=True):
         text.append_text(_marked(piece, Origin(origin)))

@@ -88,17 +88,16 @@ def head_drafter(
     config: eagle3_params.Eagle3Config | block_params.BlockConfig,
     target: row_model.RowModel,
     *,
-    gamma_max: int | None = None,
     tree_rows: int | None = None,
 ) -> eagle3.Eagle3 | block.BlockDrafter:
     """Returns the drafter of the head of that config, for this target.
 
     Args:
-      gamma_max: of a chain; None: all drafts of a block, or `HEAD_DRAFTS`.
-      tree_rows: rows of its trees, see `comb`; None: it drafts chains.
+      tree_rows: rows of its trees, see `comb`; None: it drafts chains, of all drafts of
+        a block, or of `HEAD_DRAFTS`.
     """
     is_eagle3 = isinstance(config, eagle3_params.Eagle3Config)
-    most = gamma_max or (HEAD_DRAFTS if is_eagle3 else config.num_drafts)
+    most = HEAD_DRAFTS if is_eagle3 else config.num_drafts
     kind = eagle3.Eagle3 if is_eagle3 else block.BlockDrafter
     drafter = kind.of_head(config, target, gamma_max=most)
     return drafter.for_tree(comb(tree_rows)) if tree_rows else drafter
@@ -163,7 +162,11 @@ def load(
     args: argparse.Namespace, *, gamma_max: int, slab: int
 ) -> loading.LanguageModel:
     """Returns the models that flags name; `drafter` is None where a target is named
-    alone. With `--dry-run` presets are shapes, for an `impl` that need not run here."""
+    alone. With `--dry-run` presets are shapes, for an `impl` that need not run here:
+    Triton's for a GPU, which this machine may lack."""
+    device = check_device("auto" if args.dry_run else args.device)
+    if args.dry_run and args.impl == "auto" and "gpu" in (device, args.device):
+        args.impl = "triton"
     if args.preset:
         return _preset(args, gamma_max=gamma_max, slab=slab)
     is_alone = args.target is not None and args.draft is None

@@ -1,4 +1,4 @@
-"""The exactness suite: a row of every prompt in every cell, and summaries of the rows.
+"""The exactness suite: a row of every prompt in every cell.
 
 Prompts are decoded, and run in the rounds of a cell, both with a recorder. Decoding
 gets its pages in another order than the rounds, so that equal bits are also equal over
@@ -9,25 +9,27 @@ prompts before it.
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import exact_cells as cells_lib, runs
+from experiments.lib import (
+    exact_cells as cells_lib,
+    models as models_lib,
+    prompt_files,
+    runs,
+)
 from spec_jax import loading
 from spec_jax.debug import evidence, recorder
-from spec_jax.drafters import draft_model, registry
-from spec_jax.engine import baseline, scheduler as scheduler_lib
+from spec_jax.drafters import registry
+from spec_jax.engine import baseline, checks, scheduler as scheduler_lib
 from spec_jax.paging import index
 
 
 Row = Mapping[str, Any]
-
-Plain = tuple[evidence.Evidence, np.ndarray]
-"""A run of decoding: the evidence, and the text `[max_len] int32` for drafters that
-know it."""
 
 Rounds = tuple[evidence.Evidence, dict[str, int]]
 """A run in rounds: the evidence, and its counters by the names of `COUNTS`."""
@@ -63,23 +65,11 @@ class Models:
     ) -> loading.LanguageModel:
         """Returns the models of `load` with the cell's drafter."""
         name = "oracle" if cell.drafter in cells_lib.FORCED else cell.drafter
-
-        def load_draft():
-            if isinstance(lm.drafter, draft_model.DraftModel):
-                return lm.drafter, lm.drafter_params
-            how = {"gamma_max": lm.gamma_max, "dtype": cell.dtype, "impl": cell.impl}
-            # Raises: no draft is given.
-            return loading.load_draft(None, lm.tokenizer, **how)
-
-        parts = registry.Parts(
-            gamma_max=lm.gamma_max,
-            vocab_size=lm.target.config.vocab_size,
-            load_draft=load_draft,
-            target=lm.target,
-            target_params=lm.params,
-            draft=self.head if name in registry.NEED_TARGET else None,
-            dtype=cell.dtype,
-        )
+        draft = self.head if name in registry.NEED_TARGET else self.draft
+        how = {"gamma_max": lm.gamma_max, "dtype": cell.dtype}
+        parts = models_lib.parts_of(lm, folder=self.target, draft=draft, **how)
+        # No shipped head in a draft model's place: the header has the hash of neither.
+        parts = dataclasses.replace(parts, has_draft=True)
         lm = lm.with_drafter(*registry.build(name, parts))
         return lm if cell.tree == cells_lib.NO_TREE else lm.with_tree(cell.tree)
 
@@ -94,19 +84,22 @@ class Plan:
     """
 
     models: Models
-    # In the order of `exact_cells.star` and `exact_cells.product`
+    # In the order of `exact_cells.of_axes`
     cells: Sequence[cells_lib.Cell]
-    prompts: Sequence[tuple[str, list[int]]]  # `(id, token ids)`
+    prompts: Sequence[prompt_files.Prompt]
     gen_tokens: int
     longest: int  # positions that the longest prompt and its text need
     stop_ids: tuple[int, ...]
     header: Mapping[str, Any]
     done: frozenset[tuple[str, int]] = frozenset()  # `key` of rows that exist
 
-    def settings(self, cell: cells_lib.Cell) -> runs.Settings:
+    def settings(
+        self, lm: loading.LanguageModel, cell: cells_lib.Cell
+    ) -> runs.Settings:
         """Returns the settings of a cell's runs, plain or in rounds."""
         pages = index.pages_for(self.longest, cell.page_size)
         return runs.Settings(
+            lm=lm,
             gamma=cell.gamma,
             gen_tokens=self.gen_tokens,
             capacity=pages * cell.page_size,
@@ -118,23 +111,22 @@ class Plan:
         )
 
 
-def decode(
-    lm: loading.LanguageModel, settings: runs.Settings, prompt: list[int]
-) -> Plain:
+def decode(settings: runs.Settings, prompt: list[int]) -> evidence.Evidence:
     """Decodes a prompt with a recorder, on shuffled pages where there are pages."""
-    watched, kv = recorder.Recorder(target=lm.target), runs.new_cache(lm, settings)
+    lm, kv = settings.lm, runs.new_cache(settings)
+    watched = recorder.Recorder(target=lm.target)
     free, num_free = np.array(kv.free_pages), int(kv.num_free)
     free[:num_free] = np.random.default_rng(0).permutation(free[:num_free])
     kv = kv.replace(free_pages=jnp.array(free))
     state = baseline.generate(
         watched,
         lm.params,
-        watched.attach(runs.begin_plain(lm, settings, prompt, kv)),
+        watched.attach(runs.begin_plain(settings, prompt, kv)),
         max_steps=jnp.int32(settings.gen_tokens),
     )
     with contextlib.suppress(FloatingPointError):  # Such logits are counted.
         baseline.check(watched.detach(state)[0], vocab_size=lm.target.config.vocab_size)
-    return evidence.of_decode(state, num_prompt=len(prompt)), np.array(state.tokens)
+    return evidence.of_decode(state, num_prompt=len(prompt))
 
 
 class _Recorded(scheduler_lib.Scheduler):
@@ -160,25 +152,22 @@ class Slots:
       ValueError, NotImplementedError: a drafter that has no form for these slots.
     """
 
-    def __init__(
-        self, lm: loading.LanguageModel, cell: cells_lib.Cell, settings: runs.Settings
-    ):
-        """Allocates the slots, all empty.
-
-        Args:
-          lm: models with the cell's drafter.
-        """
-        policy, first = cell.policy(lm.drafter)
+    def __init__(self, cell: cells_lib.Cell, settings: runs.Settings):
+        """Allocates the slots, all empty; the models have the cell's drafter."""
+        policy, first = cell.policy(settings.lm.drafter)
         change = {"gamma_policy": policy, "policy_state": first}
-        made = runs.make_scheduler(lm, dataclasses.replace(settings, **change))
+        made = runs.make_scheduler(dataclasses.replace(settings, **change))
         watched = recorder.Recorder(target=made.target)
         speculator = made.speculator.replace(target=watched)
         self._scheduler = _Recorded(**vars(made) | {"speculator": speculator})
         self._state = watched.attach(made.empty(draws=settings.sampling is not None))
         rate = cells_lib.FORCED.get(cell.drafter, 1.0)
-        self._request = functools.partial(runs.make_request, lm, settings, rate=rate)
+        self._request = functools.partial(runs.make_request, settings, rate=rate)
+        self._capacity = settings.capacity
 
-    def run(self, prompts: Sequence[list[int]], plain: Sequence[Plain]) -> list[Rounds]:
+    def run(
+        self, prompts: Sequence[list[int]], plain: Sequence[evidence.Evidence]
+    ) -> list[Rounds]:
         """Runs all prompts; takes the evidence of each before its slot is refilled.
 
         Args:
@@ -187,8 +176,11 @@ class Slots:
         Raises:
           ValueError, MemoryError, RuntimeError: as `Scheduler.run`.
         """
-        texts = (text.tolist() for _, text in plain)
-        requests = list(map(self._request, prompts, texts))
+        requests = []
+        for ids, one in zip(prompts, plain, strict=True):
+            # All texts have one size: nothing compiles anew.
+            text = checks.text_buffer([*ids, *one.tokens], self._capacity)
+            requests.append(self._request(ids, text.tolist()))
         found: dict[int, Rounds] = {}
         where = {"state": self._state, "keep": lambda *state_and_slot: state_and_slot}
         for one in self._scheduler.run(requests, **where):
@@ -210,13 +202,14 @@ def rows_of(plan: Plan, cells: Sequence[cells_lib.Cell]) -> Iterator[dict[str, A
     batches refill their slots; each prompt of a part is decoded once.
     """
     count = len(plan.prompts)
-    for group in cells_lib.by_plain(cells):
+    for _, sharing in itertools.groupby(cells, lambda cell: cell.plain):
+        group = list(sharing)
         lm, slots = None, {}  # All cells of a group have one target and draft.
         largest = max(cell.batch for cell in group)
         size = 2 * largest if largest > 1 else 1
         for first in range(0, count, size):
             part = range(first, min(first + size, count))
-            plain: dict[int, Plain] = {}  # For this part alone: they hold K/V.
+            plain = {}  # Decoding by prompt; for this part alone: it holds K/V.
             for cell in group:
                 missing = [n for n in part if (cell.name, n) not in plan.done]
                 if not missing:
@@ -224,12 +217,12 @@ def rows_of(plan: Plan, cells: Sequence[cells_lib.Cell]) -> Iterator[dict[str, A
                 lm = lm or plan.models.load(cell)
                 if cell not in slots:
                     own = plan.models.with_drafter(lm, cell)
-                    slots[cell] = Slots(own, cell, plan.settings(cell))
+                    slots[cell] = Slots(cell, plan.settings(own, cell))
                 seated = _seated(missing, count, cell.batch)
                 for number in set(seated) - set(plain):
-                    prompt = plan.prompts[number][1]
-                    plain[number] = decode(lm, plan.settings(cell), prompt)
-                texts = [plan.prompts[number][1] for number in seated]
+                    prompt = plan.prompts[number].ids
+                    plain[number] = decode(plan.settings(lm, cell), prompt)
+                texts = [plan.prompts[number].ids for number in seated]
                 found = slots[cell].run(texts, [plain[number] for number in seated])
                 for number, rounds in zip(missing, found, strict=False):
                     yield _row(
@@ -247,18 +240,18 @@ def _seated(numbers: Sequence[int], count: int, batch: int) -> list[int]:
 def _row(
     cell: cells_lib.Cell,
     number: int,
-    prompt: tuple[str, list[int]],
-    decoded: Plain,
+    prompt: prompt_files.Prompt,
+    plain: evidence.Evidence,
     rounds: Rounds,
 ) -> dict[str, Any]:
     """Returns the row of one prompt in one cell."""
-    (name, ids), (plain, _), (spec, counts) = prompt, decoded, rounds
+    spec, counts = rounds
     return {
         "kind": "prompt",
         "cell": cell.name,
         "index": number,
-        "id": name,
-        "prompt_tokens": len(ids),
+        "id": prompt.id,
+        "prompt_tokens": len(prompt.ids),
         "tokens": len(spec.tokens),
         **counts,
         "nonfinite_logits": max(plain.nonfinite, spec.nonfinite),
@@ -272,63 +265,3 @@ def _row(
 def key(row: Row) -> tuple[str, int]:
     """Returns the cell and the prompt's index, which identify a row."""
     return row["cell"], row["index"]
-
-
-def summarise(cell: cells_lib.Cell, rows: Sequence[Row]) -> dict[str, Any]:
-    """Returns the row of a cell, from rows of prompts of any cells.
-
-    `texts` counts different texts: prompts that a model continues in the same way are
-    one witness. `equal` counts prompts in which each of `evidence.WHATS` is that of
-    decoding; `exact` says whether all are, without logits of NaN or infinity, whose
-    equality proves nothing.
-    """
-    own = [row for row in rows if row["cell"] == cell.name]
-    counts = ("tokens", "rounds", "proposed", "accepted")
-    counts += ("nonfinite_logits", "constant_logits")
-    equal = {
-        what: sum(all(d["what"] != what for d in row["differences"]) for row in own)
-        for what in evidence.WHATS
-    }
-    found = {
-        "cell": cell.to_row(),
-        "prompts": len(own),
-        "texts": len({row["spec_sha256"]["tokens"] for row in own}),
-        **{name: sum(row[name] for row in own) for name in counts},
-        "equal": equal,
-    }
-    is_exact = not found["nonfinite_logits"] and set(equal.values()) == {len(own)}
-    return found | {"exact": is_exact}
-
-
-def warnings(summaries: Sequence[Row]) -> list[str]:
-    """Returns sentences on logits for which equality proves less than it seems to."""
-    found = []
-    for name, what in (
-        ("nonfinite_logits", "hold NaN or infinity: equality means nothing there"),
-        ("constant_logits", "are all equal: they prove nothing"),
-    ):
-        count = sum(summary[name] for summary in summaries)
-        if count:
-            total = sum(summary["tokens"] for summary in summaries)
-            found.append(f"{count:,} of {total:,} tokens are of logits that {what}")
-    return found
-
-
-def across_pages(
-    cells: Sequence[cells_lib.Cell], rows: Sequence[Row]
-) -> list[tuple[dict[str, Any], int]]:
-    """Returns how many prompts have decoded bits that depend on pages, as none may.
-
-    An entry is a choice of `exact_cells.BIT_AXES` with such prompts, and their number.
-    """
-    bits_of = {cell.name: tuple(cell.bits.items()) for cell in cells}
-    seen: dict[tuple, dict[int, set]] = {}
-    for row in rows:
-        by_prompt = seen.setdefault(bits_of[row["cell"]], {})
-        hashes = tuple(row["plain_sha256"][what] for what in evidence.WHATS)
-        by_prompt.setdefault(row["index"], set()).add(hashes)
-    counts = {
-        bits: int(np.sum([len(hashes) > 1 for hashes in by_prompt.values()]))
-        for bits, by_prompt in seen.items()
-    }
-    return [(dict(bits), count) for bits, count in counts.items() if count]

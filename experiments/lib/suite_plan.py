@@ -110,7 +110,7 @@ def from_flags(args: argparse.Namespace) -> suite.Plan:
         names = axes["drafter"]
         axes["drafter"] = tuple(n for n in names if n not in registry.NEED_DRAFT)
     axes["impl"] = tuple(dict.fromkeys(map(dispatch.resolve, axes["impl"])))
-    cells = (cells_lib.product if args.product else cells_lib.star)(axes)
+    cells = cells_lib.of_axes(axes, is_product=args.product)
     if is_gpu and args.certificate:
         _check_repeatable(cells)
     prompts, gen_tokens = FULL if args.full else BRIEF
@@ -246,11 +246,11 @@ def _plan(
             models.with_drafter(lm, cell)
     words = prompts_lib.with_options(argparse.Namespace(**settings), lm.tokenizer)
     named = prompt_files.parse(source)
-    encoded = prompts_lib.encode(words, named, raw=settings["raw"])
-    prompts = [(one.id, ids) for one, ids in zip(named, encoded, strict=True)]
+    prompts = prompts_lib.encode(words, named, raw=settings["raw"])
+    encoded = [prompt.ids for prompt in prompts]
     # For the longest, whatever the pages; raises if it does not fit the model.
     sizes = {"gen_tokens": settings["gen_tokens"], "page_size": 1}
-    longest = prompts_lib.capacity_for(lm, named, encoded, **sizes)
+    longest = prompts_lib.capacity_for(lm, prompts, **sizes)
     kernels = {cell.impl: dispatch.instruction_set(cell.impl) for cell in cells}
     header = {
         "settings": settings,

@@ -60,18 +60,17 @@ def speeds(
     """
     found: metrics.Metrics = {}
     for kind in ("e2e", "decode"):
-        sides = [[_seconds_per_token(runs, kind) for runs in of]
-                 for of in (baseline, spec)]  # fmt: skip
-        for name, per_token in zip(("baseline", "spec"), sides, strict=True):
-            typical = _quantile(per_token, 0.5, least=1)
+        per_token = lambda of, kind=kind: [_seconds_per_token(one, kind) for one in of]
+        sides = per_token(baseline), per_token(spec)
+        for name, seconds in zip(("baseline", "spec"), sides, strict=True):
+            typical = _quantile(seconds, 0.5, least=1)
             found[f"{name}_{kind}_tpot_ms"] = typical and 1e3 * typical
             found[f"{name}_{kind}_tok_s"] = metrics.ratio(1.0, typical)
         ratios = spread = list(map(metrics.ratio, *sides))
         if len(baseline) == 1:
             # One repeat has no spread: takes that over the prompts instead.
-            singles = [[_seconds_per_token([run], kind) for run in of[0]]
-                       for of in (baseline, spec)]  # fmt: skip
-            spread = list(map(metrics.ratio, *singles))
+            singles = ([[run] for run in of[0]] for of in (baseline, spec))
+            spread = list(map(metrics.ratio, *map(per_token, singles)))
         found[f"speedup_{kind}"] = _quantile(ratios, 0.5, least=1)
         found[f"speedup_{kind}_p10"] = _quantile(spread, 0.1)
         found[f"speedup_{kind}_p90"] = _quantile(spread, 0.9)

@@ -19,6 +19,7 @@ from spec_jax import algorithms, compilation, loading
 from spec_jax.drafters import each
 from spec_jax.engine import (
     baseline,
+    checks,
     protocols,
     round as round_lib,
     rows as rows_lib,
@@ -99,7 +100,7 @@ class Stage:
                 length=jnp.int32(context),
                 limit=jnp.int32(context + steps),
                 cache=noise.at_length(kv, context - 1),
-                stop_ids=no_stop(),
+                stop_ids=checks.stop_array(()),
                 sampling=settings,
             )
 
@@ -167,14 +168,22 @@ class Stage:
 
         def prepare(caches) -> states.State:
             kv, memory = caches
-            slots = one_slot(
-                self.text,
-                length=jnp.int32(context),
-                limit=jnp.int32(limit),
-                gamma=jnp.int32(gamma),
+            slots = states.empty_slots(
+                num_slots=1,
+                max_len=self.text.shape[0],
+                num_stop=1,
                 gamma_max=lm.gamma_max,
                 depth_max=protocols.depth_max(drafter),
                 sampling=settings,
+                policy=None,
+            )
+            at = functools.partial(jnp.full, (1,), dtype=jnp.int32)
+            slots = slots.replace(
+                tokens=jnp.copy(self.text)[None],
+                status=at(int(states.Status.RUNNING)),
+                length=at(context),
+                limit=at(limit),
+                gamma=at(gamma),
             )
             kv, memory = noise.at_length(kv, context - 1), memory_at(memory, context)
             return states.State(slots=slots, cache=kv, memory=memory)
@@ -269,23 +278,3 @@ def propose_along(
         return memory, seen
 
     return jax.lax.fori_loop(0, steps, step, (memory, jnp.int32(0)))
-
-
-def no_stop() -> jax.Array:
-    """Returns stop tokens that end no text, in an array that may be donated."""
-    return jnp.full((1,), states.NO_STOP, jnp.int32)
-
-
-@functools.partial(jax.jit, static_argnames=("gamma_max", "depth_max"))
-def one_slot(tokens, *, gamma_max, depth_max, **numbers) -> states.Slots:
-    """Returns one slot that generates after `tokens[:length]`; leaves are `[1, ...]`.
-
-    There is no stop token; all arrays are new ones.
-
-    Args:
-      numbers: length, limit, gamma and sampling, as of `states.begin_slot`.
-    """
-    sizes = {"gamma_max": gamma_max, "depth_max": depth_max}
-    fixed = {"capped": False, "stop_ids": no_stop(), "policy": None}
-    slot = states.begin_slot(tokens, **numbers, **sizes, **fixed)
-    return jax.tree.map(lambda leaf: leaf[None], slot)

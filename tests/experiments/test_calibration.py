@@ -27,7 +27,7 @@ def test_the_scaling_of_confidences_is_found(rng):
     found = calibration.fit_platt(*judged(rng))
     np.testing.assert_allclose(found.temperatures, TRUE.temperatures, rtol=0.1)
     np.testing.assert_allclose(found.shifts, TRUE.shifts, atol=0.1)
-    other, none = judged(rng), calibration.unscaled(3)
+    other, none = judged(rng), calibration.Scaling(np.ones(3), np.zeros(3))
     before = calibration.report(other, none)
     after = calibration.report(other, found)
     assert sum(after["ece"]) < 0.15 * sum(before["ece"]) and max(after["ece"]) < 0.02

@@ -78,9 +78,7 @@ def test_equal_tokens_of_nan_do_not_match():
     cases = (finite, finite, 0), (wrong, finite, 2), (finite, wrong, 2)
     for plain, spec, nonfinite in cases:
         every = {compare.OUR_PLAIN: [plain], drafted: [finite, spec]}
-        one = compare.PromptRuns(
-            prompt=None, ids=[], every=every, reference=compare.OUR_PLAIN
-        )
+        one = compare.PromptRuns(prompt=None, every=every, reference=compare.OUR_PLAIN)
         assert one.nonfinite == nonfinite and one.matched is (nonfinite == 0)
 
 

@@ -19,7 +19,6 @@ from experiments.lib import (
     exact_cells as cells_lib,
     policies,
     records,
-    suite,
     suite_plan as plans,
 )
 from spec_jax import loading
@@ -164,7 +163,7 @@ AXES = plans.default_axes(is_full=False) | {"impl": ("native", "xla")}
 
 
 def test_a_star_varies_one_axis_at_a_time():
-    found = cells_lib.star(AXES)
+    found = cells_lib.of_axes(AXES)
     assert len(found) == len(set(found)) == 1 + sum(len(v) - 1 for v in AXES.values())
     base = found[0]
     assert all(getattr(base, axis) == values[0] for axis, values in AXES.items())
@@ -173,7 +172,7 @@ def test_a_star_varies_one_axis_at_a_time():
 
 
 def test_names_of_axes_stand_for_what_the_certificate_says():
-    greedy, *others = cells_lib.star(AXES)
+    greedy, *others = cells_lib.of_axes(AXES)
     sampled = next(cell for cell in others if cell.sampling == "sampled")
     settings = dataclasses.asdict(sampled.settings)
     found = {name: value.item() for name, value in settings.items()}
@@ -201,13 +200,14 @@ def test_names_of_axes_stand_for_what_the_certificate_says():
 def test_plain_bits_may_not_depend_on_pages():
     """Negative control: the K/V of one prompt differ between two page sizes."""
     axes = {axis: values[:1] for axis, values in AXES.items()} | {"page_size": (8, 64)}
-    small, large = cells_lib.star(axes)
+    small, large = cells_lib.of_axes(axes)
     hashes = dict.fromkeys(evidence.WHATS, "1")
     rows = [
         {"cell": cell.name, "index": number, "plain_sha256": hashes}
         for cell in (small, large)
         for number in range(3)
     ]
-    assert suite.across_pages([small, large], rows) == []
+    assert certificates.across_pages([small, large], rows) == []
     rows[4]["plain_sha256"] = hashes | {"kv": "0"}
-    assert suite.across_pages([small, large], rows) == [(small.bits, 1)]
+    (told,) = certificates.across_pages([small, large], rows)
+    assert told.startswith("1 prompts of decoding (dtype bfloat16, weights dense, ")

@@ -165,13 +165,16 @@ def test_heads_are_forced_to_what_is_published():
 
 def test_tokens_and_keys_that_differ_are_told(lm):
     """Negative control: other tokens, another element of the keys, logits of NaN."""
-    runs = forced_rounds.make_runs(lm, start=8, generated=4, page_size=16)
+    runs = forced_rounds.Runs(lm=lm, start=8, num_new=4, page_size=16)
     trace = np.asarray(runs.plain().once().tokens)
     spec = runs.rounds(trace, np.full(trace.shape, GAMMA, np.int32), GAMMA).once()
     slot = requests_lib.slot_of(spec.slots, 0)
-    written = runs.written(spec.cache)
-    wrong = [(k.at[9, 0, 0].add(1), v) for k, v in written]
-    assert forced_rounds.differing(written, wrong) == len(written)
+    page = spec.cache.page_table[row_model.SLOT, 0]
+    wrong = spec.cache.replace(
+        k=tuple(k.at[page, 9, 0, 0].add(1) for k in spec.cache.k)
+    )
+    differing = runs.written(spec.cache) != runs.written(wrong)
+    assert np.sum(differing) == len(wrong.k)
     nan = slot.replace(num_nonfinite=jnp.int32(3))
     for told, matched, equal in (
         ((trace, slot, 0), True, True),

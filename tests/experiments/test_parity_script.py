@@ -46,7 +46,10 @@ def prefix(dtype="bfloat16"):
 @functools.cache
 def record(one, fault=None, window=WINDOW) -> microscope.Record:
     kv = prefix(one.model.config.dtype)
-    return microscope.record(one, one.weights(PARAMS), kv, window, START, fault)
+    with pytest.MonkeyPatch.context() as patch:
+        if fault is not None:
+            patch.setattr(microscope, "_keep", fault)
+        return microscope.record(one, one.weights(PARAMS), kv, window, START)
 
 
 @pytest.mark.parametrize("other", [path(), path(microscope.DECODE, slab=8)])

@@ -37,8 +37,8 @@ PROMPTS = [
 
 def answer_of(pair, ids: list[int]) -> str:
     """Returns the text of plain decoding, in a cache of another size."""
-    settings = runs.Settings(gamma=1, capacity=96, stop_ids=(0,), **SIZES)
-    tokens = runs.run_plain(pair, settings, ids).tokens
+    settings = runs.Settings(lm=pair, gamma=1, capacity=96, stop_ids=(0,), **SIZES)
+    tokens = runs.run_plain(settings, ids).tokens
     return pair.tokenizer.decode([token for token in tokens if token != 0])
 
 
@@ -47,7 +47,8 @@ def test_later_turns_hold_the_answers_of_plain_decoding(pair, template):
     """Fails if a turn is left out, or its prompt lacks what was answered before."""
     words = dataclasses.replace(pair.tokenizer, chat_template=template)
     pair = dataclasses.replace(pair, tokenizer=words)
-    prepared, ids = prompts.prepare(pair, PROMPTS, raw=False, **SIZES)
+    prepared = prompts.prepare(pair, PROMPTS, raw=False, **SIZES)
+    ids = [prompt.ids for prompt in prepared]
     names = "1, 2 turn 1, 2 turn 2, 2 turn 3, 3 turn 1, 3 turn 2".split(", ")
     assert [prompt.id for prompt in prepared] == names
     assert [prompt.category for prompt in prepared[1:4]] == ["k"] * 3
@@ -64,32 +65,32 @@ def test_later_turns_hold_the_answers_of_plain_decoding(pair, template):
         wanted += [f"<user>other<assistant>{other}<user>turn<assistant>"]
     assert [words.decode(one) for one in ids] == wanted
     longest = max(map(len, ids)) + GEN_TOKENS
-    capacity = prompts.capacity_for(pair, prepared, ids, **SIZES)
+    capacity = prompts.capacity_for(pair, prepared, **SIZES)
     assert longest <= capacity < longest + PAGE_SIZE
 
 
 def test_an_answer_ends_at_a_stop_token(pair):
     """Fails if the stop token, or what follows it, is part of the answer's text."""
-    (ids,) = prompts.encode(pair.tokenizer, [PROMPTS[0]], raw=True)
-    (first, *_) = pair.tokenizer.encode(answer_of(pair, ids))
+    (one,) = prompts.encode(pair.tokenizer, [PROMPTS[0]], raw=True)
+    (first, *_) = pair.tokenizer.encode(answer_of(pair, one.ids))
     words = dataclasses.replace(pair.tokenizer, stop_ids=(first,))
     stopping = dataclasses.replace(pair, tokenizer=words)
     asked = [prompt_of("1", "one", "two")]
-    _, ids = prompts.prepare(stopping, asked, raw=True, **SIZES)
-    assert words.decode(ids[1]) == "one\n\n\n\ntwo"
+    _, second = prompts.prepare(stopping, asked, raw=True, **SIZES)
+    assert words.decode(second.ids) == "one\n\n\n\ntwo"
 
 
 def test_prompts_of_stated_lengths(pair):
     texts = ("abcd", "efgh", "ijkl", "mnop")
     made_of = [prompt_of(str(number), text) for number, text in enumerate(texts)]
     asked = {"lengths": {"short": 3, "long": 9}, "per_length": 2, "raw": False}
-    made, every = prompts.of_lengths(pair, made_of, **asked)
+    made = prompts.of_lengths(pair, made_of, **asked)
     assert [(p.category, p.id, p.text) for p in made] == [
         *(("short", "1", "fgh"), ("short", "3", "nop")),
         *(("long", "1", "cd\n\n\nefgh"), ("long", "3", "kl\n\n\nmnop")),
     ]
-    texts = [pair.tokenizer.decode(ids) for ids in every]
-    assert texts == [prompt.text for prompt in made]
+    for prompt in made:
+        assert pair.tokenizer.decode(prompt.ids) == prompt.text
     for changes, message in (
         ({"per_length": 5}, "5 prompts .* there are 4"),
         ({"lengths": {"long": 99}}, "99 tokens .* have 25"),
@@ -112,8 +113,9 @@ def test_options_of_the_chat_template(pair):
         template = "".join(f"{{{{ {name} }}}};" for name in options)
         words = dataclasses.replace(pair.tokenizer, chat_template=template)
         other = prompts.with_options(args, words)
-        (ids,) = prompts.encode(other, PROMPTS[:1], raw=False)
-        assert words.decode(ids) == "".join(f"{value};" for value in options.values())
+        (one,) = prompts.encode(other, PROMPTS[:1], raw=False)
+        wanted = "".join(f"{value};" for value in options.values())
+        assert words.decode(one.ids) == wanted
     with pytest.raises(ValueError, match="is of the chat template, and the model has"):
         prompts.with_options(args, pair.tokenizer)
     args.raw = True

@@ -57,12 +57,11 @@ def test_replayed_counters_are_live_counters(kind, name, folders, write):
         size = lm.target.config.vocab_size
         built = dataclasses.replace(built[0], vocab_size=size), built[1]
     lm = lm.with_drafter(*built)
-    settings = runs.Settings(
-        gamma=4, gen_tokens=12, capacity=256, page_size=256, sampling=texts.settings
-    )
+    sizes = {"gamma": 4, "gen_tokens": 12, "capacity": 256, "page_size": 256}
+    settings = runs.Settings(lm=lm, sampling=texts.settings, **sizes)
     total = metrics.Counters()
     for number, prompt in enumerate(texts.prompts):
-        live = runs.run_speculative(lm, settings, prompt)
+        live = runs.run_speculative(settings, prompt)
         found, forwards, _ = replay.replay(texts, number, built, replay.Way(gamma=4))
         assert found == live.counters and forwards.sum() == live.counters.target_steps
         assert live.tokens == texts.generated[number]

@@ -37,8 +37,8 @@ def test_a_run_that_does_not_match(folders, tmp_path, monkeypatch):
     """Fails if a planted token does not give exit status 2, or the replay misses it."""
     real = runs.run_speculative
 
-    def corrupted(lm, settings, prompt):
-        run = real(lm, settings, prompt)
+    def corrupted(settings, prompt):
+        run = real(settings, prompt)
         return run if settings.gen_tokens == 1 else with_another_token(run)
 
     monkeypatch.setattr(runs, "run_speculative", corrupted)
@@ -55,16 +55,14 @@ def test_a_rule_that_keeps_the_distribution_alone_is_not_compared(folders, tmp_p
     assert summary["rule"] == "rejection" and summary["matched"] is None
     assert summary["verify_decode_mismatches"] is None
     sizes = {"gamma": 2, "gen_tokens": 6, "capacity": 16, "page_size": 16}
-    assert runs.Settings(rule="rejection", **sizes).is_exact
+    assert runs.Settings(lm=None, rule="rejection", **sizes).is_exact
 
 
 def test_tokens_are_compared_and_not_assumed():
     """Negative control of `matched`: one differing token is enough."""
     plain = runs.Run(tokens=[1, 2, 3], prefill_s=0.0, decode_s=1.0)
     spec = dataclasses.replace(plain, tokens=[1, 2, 4])
-    result = results.PromptResult(
-        prompt=None, prompt_ids=[1], plain=[plain], spec=[spec], mismatches=0
-    )
+    result = results.PromptResult(prompt=None, plain=[plain], spec=[spec], mismatches=0)
     of_nan = dataclasses.replace(plain, counters=metrics.Counters(nonfinite=1))
     for first, other, matched in (
         (plain, spec, False),
@@ -118,9 +116,9 @@ def test_throughput_that_differed_once(folders, tmp_path, monkeypatch):
     """Fails if the last repeat alone decides the row and the exit status."""
     real, calls = throughput._once, []
 
-    def corrupted(lm, settings, ids, way):
+    def corrupted(way, settings, ids):
         calls.append(way)
-        done = real(lm, settings, ids, way)
+        done = real(way, settings, ids)
         if way.gamma and calls.count(way) == 2:  # the first repeat, after a brief run
             done = [with_another_token(done[0]), *done[1:]]
         return done

@@ -167,7 +167,8 @@ def head(name: str) -> eagle3.Eagle3:
     """Returns an EAGLE-3 head as published, at the shapes of the target `name`."""
     # Taps are those of a target of four layers, which is compiled.
     config = subjects.head_config("eagle3", CONFIGS[name], taps=(1, 2, 3))
-    return subjects.head_drafter(config, model(name), gamma_max=GAMMA_MAX)
+    drafter = subjects.head_drafter(config, model(name))
+    return dataclasses.replace(drafter, gamma_max=GAMMA_MAX)
 
 
 def head_round(name: str, *, layers: int) -> hopper.Program:
