@@ -158,8 +158,8 @@ def test_tasks():
     """Checks tasks in this process; a worker with another version of jax is refused."""
     parser = argparse.ArgumentParser()
     flags.add(parser, "cluster")
-    fan = fan_out.of(parser.parse_args([]), multiplied, 2)
-    assert {task: [*made] for task, made in fan(multiplied(2), [3])} == {3: [6]}
+    done = fan_out.each(parser.parse_args([]), [3], multiplied(2), multiplied, 2)
+    assert {task: [*made] for task, made in done} == {3: [6]}
     assert fan_out.call(fan_out.Job(make=multiplied, values=(2,)), 3) == [6]
     other = fan_out.Job(make=multiplied, values=(2,), place={"jax_version": "0.0"})
     with pytest.raises(ValueError, match="jax_version of a worker is .* '0.0', which"):
