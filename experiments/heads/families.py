@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import operator
 import types
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,19 +57,37 @@ class Family:
     files: types.ModuleType  # has `load` and `save`
     dialects: types.ModuleType  # has `read_config`, `check_config` and `WHOLE`
     dialect: str  # the published format unless another is named
-    depth: str  # the flag of how many drafts are trained
     flags: tuple[str, ...]  # the family's own; all but `no_copies` decide bits
-    # `(args, target) -> config`
-    config: Callable[[argparse.Namespace, config_lib.ModelConfig], Any]
-    # Further arguments of `loss` and of `measure`.
-    of_loss: Callable[[argparse.Namespace], dict[str, Any]]
-    of_measure: Callable[[argparse.Namespace], dict[str, Any]] = lambda args: {}
-    # Whether the loss compares whole distributions, of all tokens of the target.
-    reads_distributions: bool = False
-    # `(args, config, draft vocabulary) -> what each step draws`.
-    draw: Callable[[argparse.Namespace, Any, jax.Array | None], batches.Draw | None] = (
-        lambda args, config, hot: None
-    )
+
+
+_EAGLE3 = {"files": eagle3_files, "dialects": eagle3_dialects}
+_BLOCK: dict[str, Any] = {
+    "training": block,
+    "files": block_files,
+    "dialects": block_dialects,
+    "flags": (
+        *("block", "layers", "window", "causal", "mask_token", "anchors", "decay"),
+        *("rank", "head", "no_tv", "no_confidence", "no_copies"),
+    ),
+}
+
+FAMILIES = {
+    "eagle3": Family(
+        **_EAGLE3,
+        training=eagle3,
+        dialect="midlayer",
+        flags=("width", "window", "target_head", "ttt_steps", "first_alone"),
+    ),
+    "peagle": Family(
+        **_EAGLE3,
+        training=peagle,
+        dialect="speculators",
+        flags=("layers", "window", "ttt_steps", "mask_token", "anchors", "decay"),
+    ),
+    "dflash": Family(**_BLOCK, dialect="z-lab"),
+    "dflash2": Family(**_BLOCK, dialect="z-lab"),
+    "dspark": Family(**_BLOCK, dialect="deepspec"),
+}
 
 
 TOP_K, CONV_GROUP = 16, 16
@@ -175,15 +192,19 @@ def shape(family: str, config: Any) -> dict[str, Any]:
     return found | ({"rank": config.markov_rank} if config.markov_rank else {})
 
 
-def _anchors(args, config, hot) -> block.Anchors:
-    return block.anchors_of(
-        config, seed=args.seed, count=args.anchors, decay=args.decay, hot=hot
-    )
+def draw_of(
+    args: argparse.Namespace, config: Any, hot: jax.Array | None
+) -> batches.Draw | None:
+    """Returns what each step of a training draws: anchors of blocks, or of masks.
 
-
-def _peagle_anchors(args, config, hot) -> peagle.Anchors:
-    return peagle.Anchors(
-        num_drafts=args.ttt_steps,
+    Args:
+      hot: the draft vocabulary.
+    """
+    if "anchors" not in FAMILIES[args.family].flags:
+        return None
+    is_block = args.family in BLOCKS
+    return (block.Anchors if is_block else peagle.Anchors)(
+        num_drafts=config.num_drafts if is_block else args.ttt_steps,
         seed=args.seed,
         count=args.anchors,
         decay=args.decay,
@@ -191,62 +212,15 @@ def _peagle_anchors(args, config, hot) -> peagle.Anchors:
     )
 
 
-def _steps(args) -> dict[str, Any]:
-    return {"steps": args.ttt_steps}
-
-
-def _dspark_terms(args) -> dict[str, Any]:
-    cross, total_variation, confidence = block.DSPARK
+def of_loss(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the further arguments of a family's loss."""
+    if args.family not in BLOCKS:
+        return {"steps": args.ttt_steps}
+    weights = block.DSPARK if args.family == "dspark" else block.DFLASH
+    cross, total_variation, confidence = weights
     if args.no_tv:  # Cross-entropy gets its weight, too.
         cross, total_variation = cross + total_variation, 0.0
     return {"terms": (cross, total_variation, confidence)}
-
-
-_BLOCK: dict[str, Any] = {
-    "training": block,
-    "files": block_files,
-    "dialects": block_dialects,
-    "depth": "block",
-    "config": _block,
-    "draw": _anchors,
-    "flags": (
-        *("block", "layers", "window", "causal", "mask_token", "anchors", "decay"),
-        *("rank", "head", "no_tv", "no_confidence", "no_copies"),
-    ),
-}
-
-FAMILIES = {
-    "eagle3": Family(
-        training=eagle3,
-        files=eagle3_files,
-        dialects=eagle3_dialects,
-        dialect="midlayer",
-        depth="ttt_steps",
-        flags=("width", "window", "target_head", "ttt_steps", "first_alone"),
-        config=_eagle3,
-        of_loss=_steps,
-        of_measure=_steps,
-    ),
-    "peagle": Family(
-        training=peagle,
-        files=eagle3_files,
-        dialects=eagle3_dialects,
-        dialect="speculators",
-        depth="ttt_steps",
-        flags=("layers", "window", "ttt_steps", "mask_token", "anchors", "decay"),
-        config=_eagle3,
-        of_loss=_steps,
-        of_measure=_steps,
-        draw=_peagle_anchors,
-    ),
-    **dict.fromkeys(
-        ("dflash", "dflash2"),
-        Family(**_BLOCK, dialect="z-lab", of_loss=lambda _: {"terms": block.DFLASH}),
-    ),
-    "dspark": Family(
-        **_BLOCK, dialect="deepspec", of_loss=_dspark_terms, reads_distributions=True
-    ),
-}
 
 
 _DECIDING = (
@@ -291,7 +265,7 @@ def plan(args: argparse.Namespace, target: config_lib.ModelConfig) -> Any:
         _, found = family.dialects.read_config(args.base / "config.json", target)
         for name, value in shape(args.family, found).items():
             setattr(args, name, value)
-    config = family.config(args, target)
+    config = (_block if args.family in BLOCKS else _eagle3)(args, target)
     family.dialects.check_config(config, args.dialect)
     config.check_target(target)
     if isinstance(found, block_params.BlockConfig):
@@ -303,12 +277,12 @@ def plan(args: argparse.Namespace, target: config_lib.ModelConfig) -> Any:
             f"{args.base}: {found} cannot be trained on as --dialect {args.dialect}, "
             f"which makes it {config}"
         )
-    depth = getattr(args, family.depth)
+    name = "block" if args.family in BLOCKS else "ttt_steps"
+    depth = getattr(args, name)
     if args.length < depth + 2:
         raise ValueError(
-            f"texts of {args.length} tokens are too short for "
-            f"{cli.flag_of(family.depth)} {depth}: make rollouts of --length "
-            f"{depth + 2} or more"
+            f"texts of {args.length} tokens are too short for {cli.flag_of(name)} "
+            f"{depth}: make rollouts of --length {depth + 2} or more"
         )
     return config
 

@@ -10,7 +10,6 @@ import pathlib
 import platform
 import re
 import subprocess
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -148,32 +147,6 @@ class JsonLines:
             self.write(row)
             written.append(row)
         return written
-
-
-def guarded(
-    item: str,
-    work: Callable[[], list[dict[str, Any]]],
-    *,
-    raises: tuple[type[Exception], ...] = (),
-) -> list[dict[str, Any]]:
-    """Returns the rows of `work`, or a row of its error, so that the script continues.
-
-    An interrupt, errors of files and `raises` are raised as they are.
-    """
-    try:
-        return work()
-    except (OSError, *raises):
-        raise
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0][:500]
-        lines = "".join(traceback.format_exception(error)).splitlines()[-12:]
-        text = f"{type(error).__name__}: {first}"
-        return [{"kind": "error", "item": item, "error": text, "traceback": lines}]
-
-
-def is_failure(row: Mapping[str, Any]) -> bool:
-    """Returns whether a row has an error, unequal bits, or a fault that was missed."""
-    return row["kind"] == "error" or False in (row.get("equal"), row.get("seen"))
 
 
 def to_json(row: Mapping[str, Any]) -> dict[str, Any]:

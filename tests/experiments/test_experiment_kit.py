@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from script_runs import ROOT, last_line, rows_of, run_python
 
-from experiments.lib import cli, fan_out, flags, records, results, tables
+from experiments.lib import cli, fan_out, flags, records, results, tables, terminal
 
 
 def run(error: BaseException | None, **given) -> int:
@@ -134,19 +134,26 @@ def test_git_finds_changes_but_those_of_results(monkeypatch, tmp_path):
             pass
 
 
-def test_a_failure_is_a_row():
+def test_a_failure_is_a_row(tmp_path):
     """Fails if the error is raised instead, or a full disk becomes a row."""
 
     def fail(error: Exception):
         raise error
 
-    (row,) = records.guarded("b", lambda: fail(ValueError("no such shape\nand more")))
-    assert row["kind"] == "error" and row["error"] == "ValueError: no such shape"
-    assert "ValueError" in "".join(row["traceback"]) and records.is_failure(row)
-    with pytest.raises(OSError):
-        records.guarded("b", lambda: fail(OSError(28, "No space left")))
-    assert records.is_failure({"kind": "x", "equal": False})
-    assert not records.is_failure({"kind": "x", "equal": True})
+    path, columns = tmp_path / "a.jsonl", {"x": {"equal": ""}}
+    with records.JsonLines(path) as out:
+        report = lambda: tables.Report(out, terminal.console(), columns)
+        one = report()
+        one.add("b", lambda: fail(ValueError("no such shape\nand more")))
+        (row,) = rows_of(path)
+        assert row["kind"] == "error" and row["error"] == "ValueError: no such shape"
+        assert "ValueError" in "".join(row["traceback"]) and one.failed
+        with pytest.raises(OSError):
+            one.add("b", lambda: fail(OSError(28, "No space left")))
+        for is_equal in (False, True):
+            other = report()
+            other.add("c", lambda equal=is_equal: [{"kind": "x", "equal": equal}])
+            assert other.failed is not is_equal
 
 
 def multiplied(factor: int):
