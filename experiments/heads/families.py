@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import operator
 import types
 from typing import Any
 
@@ -35,18 +34,6 @@ ONLY: dict[str, tuple[str, ...]] = {
     "causal": BLOCKS,
 }
 """Flags that some families alone have, with these families: others refuse them."""
-
-SHAPE = {
-    "taps": "taps",
-    "draft_vocab": "draft_vocab_size",
-    "mlp": "layer.intermediate_size",
-    "layers": "layer.num_layers",
-    "target_head": "shares_head",
-    "mask_token": "mask_token_id",
-    "block": "block_size",
-}
-"""Flags with the field of a config that holds each, the same in all families that have
-the flag; `shape` has the other flags."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,17 +166,25 @@ def _block(args, target) -> block_params.BlockConfig:
 
 def shape(family: str, config: Any) -> dict[str, Any]:
     """Returns the flags that describe a config, with their values."""
-    own = ("taps", "draft_vocab", "mlp", *FAMILIES[family].flags)
-    found = {n: operator.attrgetter(SHAPE[n])(config) for n in own if n in SHAPE}
-    if family not in BLOCKS:
-        width = config.hidden_size if config.has_own_embed else None
-        own_width = {"width": width} if family == "eagle3" else {}
-        return found | own_width | {"window": config.window}
-    sees = config.attention_of(0)
-    found |= {"window": sees.window, "causal": sees.is_causal}
-    if family == "dspark":
+    sees = config.attention_of(0) if family in BLOCKS else config
+    found = {
+        "taps": config.taps,
+        "draft_vocab": config.draft_vocab_size,
+        "mlp": config.layer.intermediate_size,
+        "layers": config.layer.num_layers,
+        "mask_token": config.mask_token_id,
+        "window": sees.window,
+    }
+    if family in BLOCKS:
+        found |= {"block": config.block_size, "causal": sees.is_causal}
         found |= {"head": config.head, "no_confidence": not config.has_confidence}
-    return found | ({"rank": config.markov_rank} if config.markov_rank else {})
+        found |= {"rank": config.markov_rank} if config.markov_rank else {}
+    else:
+        width = config.hidden_size if config.has_own_embed else None
+        found |= {"target_head": config.shares_head, "width": width}
+    own = ("taps", "draft_vocab", "mlp", *FAMILIES[family].flags)
+    own = [n for n in own if n in found and family in ONLY.get(n, (family,))]
+    return {name: found[name] for name in own}
 
 
 def draw_of(

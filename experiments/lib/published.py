@@ -153,6 +153,13 @@ def kept(row: Row, *places: int) -> str:
     return "" if row.get("tree") else listed
 
 
+def steps(target: str) -> int:
+    """Returns how many plain steps of a target a GPU's trace has."""
+    rows = rows_of("gpu/t-trace-*.jsonl", "trace")
+    of_target = [row for row in rows if row["target"] == target]
+    return next(row["calls"] for row in of_target if row["event"] == "append_each")
+
+
 first_of, shown = curves.first_of, terminal.format_value
 YES = {None: "-", True: "yes", False: "no"}
 """Words of `matched`; None: a rule that keeps the distribution has texts of its own."""
@@ -216,19 +223,6 @@ def _gpu_rows() -> list[Row]:
     return found
 
 
-def _gpu_traces() -> list[Row]:
-    """Returns own times of a plain step's kernels, from the end of the one before, with
-    the number of steps in the trace."""
-    found = []
-    for name in ("0.6b", "8b"):
-        rows = rows_of(f"gpu/t-trace-{name}.jsonl", "trace")
-        (steps,) = (row["calls"] for row in rows if row["event"] == "append_each")
-        kernels = ("paged_", "skinny_", "rms_", "memcpy32")
-        own = [row for row in rows if row["event"].startswith(kernels)]
-        found += [row | {"steps": steps} for row in own]
-    return found
-
-
 MEASURED_AS = {"peagle": "eagle3", "jetspec": "dflash", "dflash2": "dflash"}
 """Heads that were not run on a GPU, and the head with the same layers."""
 
@@ -263,6 +257,5 @@ MADE: Mapping[str, Callable[[], list[Row]]] = {
     "certificates": _certificates,
     "gpu_heads": _gpu_heads,
     "gpu_rows": _gpu_rows,
-    "gpu_traces": _gpu_traces,
 }
 """Functions that make the rows of tables that no file holds as they are."""
