@@ -261,7 +261,6 @@ def row_of(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str,
         ratios |= bench.spread_fields(name, found)
     differences = [prompt.first_difference(run) for prompt in prompts]
     counters = compare.counted(prompts, run)
-    names = ("rounds", "proposed", "accepted", "accepted_hist")
     rate = counters and metrics.ratio(counters.accepted, counters.proposed)
     return {
         "kind": "comparison",
@@ -271,7 +270,8 @@ def row_of(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str,
         **bench.spread_fields("tok_s", [1 / seconds for seconds in own]),
         **ratios,
         # None for runs without drafts, and for theirs, whose drafts are not counted.
-        **{name: counters and getattr(counters, name) for name in names},
+        **compare.drafts(counters),
+        "accepted_hist": counters and counters.accepted_hist,
         "acceptance_rate": rate,
         "repetition": summaries.mean_repetition([p.every[run][0].ids for p in prompts]),
         "identical": differences.count(None),

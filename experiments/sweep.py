@@ -269,7 +269,7 @@ def run(args: argparse.Namespace) -> int:
         flags.sampling_settings(args, temperature)  # Raises before any cell is run.
     bench = Bench(args)
     cells, shared = bench.cells(), bench.shared
-    with records.open_out(args) as out:
+    with records.JsonLines(args.out, allow_dirty=args.allow_dirty) as out:
         rows = records.resume(out, shared)
         missing = unfinished(bench, cells, rows)
         done = len(cells) - len(missing)

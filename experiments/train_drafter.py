@@ -164,7 +164,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.ray is not None and args.stage not in ("prompts", "rollouts"):
         parser.error("--ray is of --stage prompts and rollouts: leave it out")
     names = families.deciding(args.family)
-    args.given = {n for n in names if getattr(args, n) != parser.get_default(n)}
+    args.given = set(flags.given(parser, args, names))
     args.dialect = args.dialect or families.FAMILIES[args.family].dialect
     return args
 

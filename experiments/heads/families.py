@@ -28,12 +28,9 @@ from spec_jax.training import batches, block, eagle3, peagle
 
 BLOCKS = ("dflash", "dflash2", "dspark")
 
-ONLY: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("width", "target_head", "first_alone"), ("eagle3",)),
-    **dict.fromkeys(("head", "no_tv", "no_confidence", "no_copies"), ("dspark",)),
-    "causal": BLOCKS,
-}
-"""Flags that some families alone have, with these families: others refuse them."""
+OF_SOME = ("width", "target_head", "first_alone", "causal")
+OF_SOME += ("head", "no_tv", "no_confidence", "no_copies")
+"""Flags that families without them refuse; other flags are then ignored."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,11 +49,9 @@ _BLOCK: dict[str, Any] = {
     "training": block,
     "files": block_files,
     "dialects": block_dialects,
-    "flags": (
-        *("block", "layers", "window", "causal", "mask_token", "anchors", "decay"),
-        *("rank", "head", "no_tv", "no_confidence", "no_copies"),
-    ),
 }
+_OF_BLOCKS = ("block", "layers", "window", "causal", "mask_token", "anchors", "decay")
+_OF_DSPARK = ("rank", "head", "no_tv", "no_confidence", "no_copies")
 
 FAMILIES = {
     "eagle3": Family(
@@ -71,9 +66,9 @@ FAMILIES = {
         dialect="speculators",
         flags=("layers", "window", "ttt_steps", "mask_token", "anchors", "decay"),
     ),
-    "dflash": Family(**_BLOCK, dialect="z-lab"),
-    "dflash2": Family(**_BLOCK, dialect="z-lab"),
-    "dspark": Family(**_BLOCK, dialect="deepspec"),
+    "dflash": Family(**_BLOCK, dialect="z-lab", flags=_OF_BLOCKS),
+    "dflash2": Family(**_BLOCK, dialect="z-lab", flags=(*_OF_BLOCKS, "rank")),
+    "dspark": Family(**_BLOCK, dialect="deepspec", flags=_OF_BLOCKS + _OF_DSPARK),
 }
 
 
@@ -183,8 +178,7 @@ def shape(family: str, config: Any) -> dict[str, Any]:
         width = config.hidden_size if config.has_own_embed else None
         found |= {"target_head": config.shares_head, "width": width}
     own = ("taps", "draft_vocab", "mlp", *FAMILIES[family].flags)
-    own = [n for n in own if n in found and family in ONLY.get(n, (family,))]
-    return {name: found[name] for name in own}
+    return {name: found[name] for name in own if name in found}
 
 
 def draw_of(
@@ -289,11 +283,14 @@ def check_flags(args: argparse.Namespace) -> None:
       ValueError: a flag that the family or the dialect does not have; or a
         `--first-alone` that does not end at a checkpoint before the last step.
     """
-    lacks = [n for n in ONLY if getattr(args, n) and args.family not in ONLY[n]]
+    own = FAMILIES[args.family].flags
+    lacks = [n for n in OF_SOME if getattr(args, n) and n not in own]
     if lacks:
         flags = ", ".join(map(cli.flag_of, lacks))
-        has = ", ".join(sorted({family for name in lacks for family in ONLY[name]}))
-        raise ValueError(f"{flags} with --family {args.family}: of {has} alone")
+        has = [name for name, x in FAMILIES.items() if {*lacks}.intersection(x.flags)]
+        raise ValueError(
+            f"{flags} with --family {args.family}: of {', '.join(has)} alone"
+        )
     check_copies(args.no_copies, args.dialect)
     alone = args.first_alone or 0
     if alone % args.save_every or alone >= args.steps:

@@ -26,11 +26,6 @@ RESULTS = pathlib.Path(__file__).parents[1] / "results"
 """Folder of committed rows, made from a clean tree unless they say otherwise."""
 
 
-def open_out(args: argparse.Namespace) -> "JsonLines":
-    """Opens the file that `--out` names."""
-    return JsonLines(args.out, allow_dirty=args.allow_dirty)
-
-
 def script(
     name: str,
     parse: Callable[[Sequence[str] | None], argparse.Namespace],
@@ -41,7 +36,7 @@ def script(
     `work` that also gets the file of `--out`, and standard output."""
 
     def run(args: argparse.Namespace) -> int:
-        with open_out(args) as out:
+        with JsonLines(args.out, allow_dirty=args.allow_dirty) as out:
             return work(args, out, terminal.console())
 
     return cli.script(name, parse, run, **options)
