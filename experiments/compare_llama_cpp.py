@@ -297,10 +297,13 @@ def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
     """Loads models, measures, writes and prints rows; returns the exit status."""
-    for path in args.gguf:
+    programs = [args.llama_bin / name for name in llama_cpp.PROGRAMS]
+    for path in (*args.gguf, *programs):
         if not path.is_file():
-            raise ValueError(f"--gguf {path}: no such file; llama-quantize writes one")
-    llama_cpp.check(args.llama_bin)
+            raise ValueError(
+                f"{path}: no such file; name the folder `bin` of a build of llama.cpp, "
+                "and files of its llama-quantize, see docs/measurements.md"
+            )
     subjects.check_device("cpu")
     # None: the model's default slab.
     how = {"gamma_max": max(args.gamma), "slab": None}

@@ -128,13 +128,13 @@ def test_rows_of_llama_cpp(folders, tmp_path, monkeypatch):
         told = {"prefill_s": 0.004, "decode_s": decode_s, "counters": counters}
         return compare.Generated(text=b"??", count=8, **told), len(prompt)
 
-    monkeypatch.setattr(llama_cpp, "check", lambda folder: None)
     monkeypatch.setattr(llama_cpp, "generate", generated)
     prompts, model = tmp_path / "prompts.txt", tmp_path / "model.gguf"
     prompts.write_text("def first(x):\nimport second\nfor i in x:")
-    model.touch()
+    for path in (model, *(tmp_path / name for name in llama_cpp.PROGRAMS)):
+        path.touch()
     given = f"--target {folders[0]} --gamma 2 --gen-tokens 8 --prompts {prompts} "
-    given += f"--llama-bin bin --no-steps --gguf {model} --repeats 2"
+    given += f"--llama-bin {tmp_path} --no-steps --gguf {model} --repeats 2"
     found = rows_from(compare_llama_cpp.main, tmp_path, given.split())
     prompts = [row for row in found if row["kind"] == "prompt"]
     ours, theirs, our_drafts, their_drafts = prompts[0]["runs"]
