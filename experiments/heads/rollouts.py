@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import pathlib
 import time
 from collections.abc import Iterator, Sequence
 
@@ -143,7 +142,9 @@ def write(args: argparse.Namespace, writer: Writer) -> list[list[int]]:
       writer: for this process; each of a cluster has its own `writer_of(args)`.
     """
     kept = args.work / f"texts_{writer.digest}.jsonl"
-    done = _read(kept)
+    text = kept.read_bytes() if kept.exists() else b""
+    whole = text[: text.rfind(b"\n") + 1]  # A kill leaves half a line.
+    done = dict(map(json.loads, whole.splitlines()))
     keys = [writer.key(number) for number in range(len(writer.prompts))]
     missing = [number for number, key in enumerate(keys) if key not in done]
     size = max(1, len(missing)) if args.ray is None else TASK
@@ -152,6 +153,7 @@ def write(args: argparse.Namespace, writer: Writer) -> list[list[int]]:
     began, written = time.perf_counter(), 0
     shown = terminal.counted("texts", total=len(keys), done=len(keys) - len(missing))
     with kept.open("a", encoding="utf-8") as file, shown as advance:
+        file.truncate(len(whole))
         for _, texts in fan_out.each(args, tasks, writer, writer_of, args):
             for number, tokens in texts:
                 done[keys[number]] = tokens
@@ -162,17 +164,6 @@ def write(args: argparse.Namespace, writer: Writer) -> list[list[int]]:
     if written:
         print(f"{written:,} tokens in {seconds:,.0f} s: {written / seconds:,.0f} tok/s")
     return [done[key] for key in keys]
-
-
-def _read(kept: pathlib.Path) -> dict[str, list[int]]:
-    """Returns the texts of a file by key, and cuts off an unfinished last line."""
-    if not kept.exists():
-        return {}
-    text = kept.read_bytes()
-    whole = text[: text.rfind(b"\n") + 1]
-    if len(whole) < len(text):
-        kept.write_bytes(whole)
-    return dict(map(json.loads, whole.splitlines()))
 
 
 def prompt_ids(

@@ -58,9 +58,8 @@ def resume(
       ValueError: rows of another script, or of other settings; the message names them.
     """
     is_there = out.path is not None and out.path.exists()
-    lines = files.read(out.path).splitlines(keepends=True) if is_there else []
-    if lines and not lines[-1].endswith(b"\n"):
-        lines.pop()
+    text = files.read(out.path) if is_there else b""
+    lines = text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
     rows, wanted = [], to_json(description)
     for number, line in enumerate(lines, 1):
         row = _row_of(line, f"{out.path}, line {number}", wanted)
