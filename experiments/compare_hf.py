@@ -8,11 +8,13 @@ Hugging Face's greedy one; 2 not; 1 the input was unusable.
 
 import argparse
 import dataclasses
+import os
 import pathlib
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -21,8 +23,8 @@ from experiments.lib import (
     cli,
     compare,
     flags,
-    hf,
     models as models_lib,
+    processes,
     prompts as prompts_lib,
     records,
     runs as runs_lib,
@@ -42,7 +44,11 @@ EXACT_DTYPE = "float32"
 """The dtype with equal tokens: in bfloat16 two correct libraries round differently."""
 
 THEIRS = "transformers"
-THEIR_PLAIN = compare.Run(side=THEIRS, method=hf.PLAIN)
+THEIR_PLAIN = compare.Run(side=THEIRS, method=compare.PLAIN)
+DRAFT_MODEL, PROMPT_LOOKUP = "draft model", "prompt lookup"
+
+MATCHED_NGRAM = 2
+"""Most tokens that prompt lookup matches: their own default, made explicit."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -54,17 +60,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     cli.add(models, text, TYPE=("float32", "bfloat16"))
     parser.set_defaults(weights=None, draft_weights=None)
     runs = parser.add_argument_group("runs")
-    runs.add_argument(
-        "--lengths",
-        type=cli.positive,
-        nargs=len(prompts_lib.LENGTHS),
-        default=[32, 128, 512],
-        metavar=tuple(name.upper() for name in prompts_lib.LENGTHS),
-        help="tokens of the prompts of each class (default: 32 128 512)",
-    )
     cli.add(
         runs,
         """
+        --lengths TOKENS+=32,128,512  of the prompts of each class: short, medium, long
         --gammas K,K,...=3,5,7,10  tokens drafted per round, K
         --per-length N=2  prompts of each class
         --ignore-stop  do not end at stop tokens, on either side
@@ -74,7 +73,117 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add(runs, names, prompts=50, gen_tokens=32, repeats=3)
     rows = "one per prompt as it finishes, one per way to generate, a summary"
     flags.add(parser, "out", out=rows)
-    return flags.parsed(parser, argv)
+    args = flags.parsed(parser, argv)
+    if len(args.lengths) != len(prompts_lib.LENGTHS):
+        parser.error(f"--lengths: {', '.join(prompts_lib.LENGTHS)} are three numbers")
+    return args
+
+
+class Theirs(NamedTuple):
+    """Hugging Face's models on torch, which decode greedily.
+
+    torch and transformers are imported when they are needed: importing them starts
+    pools of threads.
+    """
+
+    target: Any  # a causal language model
+    draft: Any  # the assistant, where there is one
+    description: dict[str, Any]  # versions and threads, for the rows of the results
+
+    @classmethod
+    def load(
+        cls, target: pathlib.Path, draft: pathlib.Path | None, *, dtype: str
+    ) -> "Theirs":
+        """Loads the folders in `dtype`, for the kind of device that JAX computes on;
+        torch computes on all cores of this process.
+
+        Raises:
+          ValueError: a folder that transformers cannot load, or a device that torch
+            lacks.
+        """
+        # Threads of OpenMP spin for a while when their work is done, unless told to
+        # sleep: they would take the cores from JAX, and from each other where there
+        # are more threads than free cores. torch reads the variable once, when it is
+        # loaded.
+        wait_policy = None
+        if "torch" not in sys.modules:
+            wait_policy = os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        import torch
+        import transformers
+
+        transformers.utils.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        torch.set_num_threads(processes.usable_cores())
+        device = {"cpu": "cpu", "gpu": "cuda"}[jax.default_backend()]
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                f"JAX computes on a GPU and torch {torch.__version__} finds none; set "
+                "JAX_PLATFORMS=cpu, or install a torch that has it"
+            )
+
+        how = {"dtype": getattr(torch, dtype), "device": device}
+        assistant = draft and _model(draft, **how)
+        if assistant is not None:
+            # The assistant's own settings decide how much is drafted. Its confidence
+            # would end a draft early.
+            settings = assistant.generation_config
+            settings.num_assistant_tokens_schedule = "constant"
+            settings.assistant_confidence_threshold = 0.0
+        described = {
+            "torch_version": torch.__version__,
+            "transformers_version": transformers.__version__,
+            "torch_num_threads": torch.get_num_threads(),
+            "omp_wait_policy": wait_policy,
+        }
+        return cls(_model(target, **how), assistant, described)
+
+    def generate(
+        self,
+        run: compare.Run,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        stop_ids: Sequence[int],
+    ) -> list[int]:
+        """Returns at most `max_tokens` tokens; a stop token, if any, is the last.
+
+        The draft model ends a draft at a stop token, and prompt lookup proposes what it
+        finds: both may draft fewer tokens than `run.gamma`.
+        """
+        import torch
+
+        options: dict[str, Any] = {}
+        if run.method == DRAFT_MODEL:
+            self.draft.generation_config.num_assistant_tokens = run.gamma
+            options["assistant_model"] = self.draft
+        elif run.method == PROMPT_LOOKUP:
+            options["prompt_lookup_num_tokens"] = run.gamma
+            options["max_matching_ngram_size"] = MATCHED_NGRAM
+        ids = torch.tensor([list(prompt)], device=self.target.device)
+        with torch.inference_mode():
+            output = self.target.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                eos_token_id=list(stop_ids) or None,
+                **options,
+            )
+        return output[0, len(prompt) :].tolist()
+
+
+def _model(folder: pathlib.Path, *, dtype: Any, device: str) -> Any:
+    """Loads a model that decodes greedily."""
+    import transformers
+
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True
+        )
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{folder}: transformers cannot load it: {error}") from None
+    # Replaces the folder's own settings, which may sample or stop.
+    model.generation_config = transformers.GenerationConfig(do_sample=False)
+    return model.to(device).eval().requires_grad_(False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,32 +191,31 @@ class Sides:
     """The same weights on both sides, and the settings of both."""
 
     lm: loading.LanguageModel  # `drafter` is None where there is no draft model
-    hf: hf.Baseline
+    theirs: Theirs
     settings: runs_lib.Settings
 
     def ways(self, gammas: Sequence[int]) -> list[compare.Run]:
         """Returns each run that the sides have models for, in the table's order."""
-        methods = [hf.DRAFT_MODEL] * bool(self.lm.drafter) + [hf.PROMPT_LOOKUP]
+        methods = [DRAFT_MODEL] * bool(self.lm.drafter) + [PROMPT_LOOKUP]
         drafted = [(method, gamma) for method in methods for gamma in gammas]
         return [
             compare.Run(side=side, method=method, gamma=gamma)
             for side in (compare.OURS, THEIRS)
-            for method, gamma in [(hf.PLAIN, None), *drafted]
+            for method, gamma in [(compare.PLAIN, None), *drafted]
         ]
 
     def generate(self, run: compare.Run, prompt: list[int]) -> compare.Generated:
         """Generates once from a prompt, in the way that `run` names."""
         lm, settings = self.lm, self.settings
         if run.side == THEIRS:
-            how = {"method": run.method, "gamma": run.gamma}
-            how |= {"max_tokens": settings.gen_tokens, "stop_ids": settings.stop_ids}
+            how = {"max_tokens": settings.gen_tokens, "stop_ids": settings.stop_ids}
             started = time.perf_counter()
-            tokens = hf.generate(self.hf, prompt, **how)
+            tokens = self.theirs.generate(run, prompt, **how)
             seconds = time.perf_counter() - started
             return compare.Generated(count=len(tokens), ids=tokens, decode_s=seconds)
-        if run.method == hf.PROMPT_LOOKUP:
+        if run.method == PROMPT_LOOKUP:
             # This drafter makes the same drafts as Hugging Face's prompt lookup.
-            sizes = {"gamma_max": settings.gamma, "n_max": hf.MATCHED_NGRAM}
+            sizes = {"gamma_max": settings.gamma, "n_max": MATCHED_NGRAM}
             drafter = ngram.hugging_face(**sizes, stop_ids=settings.stop_ids)
             lm = lm.with_drafter(drafter)
         return compare.ours(lm, settings, prompt, gamma=run.gamma)
@@ -130,14 +238,13 @@ def load(args: argparse.Namespace) -> tuple[Sides, models_lib.Subject]:
     if is_alone:
         lm = dataclasses.replace(lm, drafter=None)
     draft = args.draft or loading.EMBEDDED_DRAFT if lm.drafter else None
-    how = {"dtype": args.dtype, "backend": jax.default_backend()}
     with tempfile.TemporaryDirectory() as name:
         target = hub.locate(args.target or loading.EMBEDDED_TARGET)
-        if not target.is_dir():  # `hf.load` reads folders, no files.
+        if not target.is_dir():  # `Theirs` reads folders, no files.
             target = pathlib.Path(name)
             lm.save(target)
-        baseline = hf.load(target, draft, **how)
-    return Sides(lm=lm, hf=baseline, settings=subject.settings), subject
+        theirs = Theirs.load(target, draft, dtype=args.dtype)
+    return Sides(lm=lm, theirs=theirs, settings=subject.settings), subject
 
 
 def row_of(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str, Any]:
@@ -149,12 +256,11 @@ def row_of(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str,
     """
     own, ratios = compare.per_token(prompts, run), {}
     for name, side in (("vs_plain", run.side), ("vs_hf", THEIRS)):
-        plain = compare.Run(side=side, method=hf.PLAIN)
+        plain = compare.Run(side=side, method=compare.PLAIN)
         found = bench.ratios(compare.per_token(prompts, plain), own)
         ratios |= bench.spread_fields(name, found)
     differences = [prompt.first_difference(run) for prompt in prompts]
     counters = compare.counted(prompts, run)
-    names = ("rounds", "proposed", "accepted", "accepted_hist")
     rate = counters and metrics.ratio(counters.accepted, counters.proposed)
     return {
         "kind": "comparison",
@@ -164,7 +270,8 @@ def row_of(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str,
         **bench.spread_fields("tok_s", [1 / seconds for seconds in own]),
         **ratios,
         # None for runs without drafts, and for theirs, whose drafts are not counted.
-        **{name: counters and getattr(counters, name) for name in names},
+        **compare.drafts(counters),
+        "accepted_hist": counters and counters.accepted_hist,
         "acceptance_rate": rate,
         "repetition": summaries.mean_repetition([p.every[run][0].ids for p in prompts]),
         "identical": differences.count(None),
@@ -204,8 +311,8 @@ def run(
         **models_lib.describe(args, sides.lm),
         "prompt_source": args.prompts,
         "stop_ids": sides.settings.stop_ids,
-        "matched_ngram": hf.MATCHED_NGRAM,
-        "hf": sides.hf.description,
+        "matched_ngram": MATCHED_NGRAM,
+        "hf": sides.theirs.description,
         **records.provenance(),
     }
     ways = sides.ways(args.gammas)

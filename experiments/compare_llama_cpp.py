@@ -232,7 +232,6 @@ def rows(prompts: Sequence[compare.PromptRuns]) -> list[dict[str, Any]]:
     """
     made, every = [], list(prompts[0].every)
     e2e = {run: compare.per_token(prompts, run) for run in every}
-    same = {run: sum(p.first_difference(run) is None for p in prompts) for run in every}
     for theirs in (run for run in every if run.side == THEIRS):
         # A file that llama.cpp alone reads is compared with our plain decoding.
         ours = dataclasses.replace(theirs, side=compare.OURS)
@@ -242,11 +241,16 @@ def rows(prompts: Sequence[compare.PromptRuns]) -> list[dict[str, Any]]:
             kind += f", {theirs.gamma} drafted"
         elif theirs.method != PLAIN:
             kind = f"{PLAIN}, {kind} there"
+        same = [sum(p.first_difference(run) is None for p in prompts) for run in both]
         more: dict[str, Any] = {"prompts": len(prompts)}
-        more |= {"same_ours": same[ours], "same_theirs": same[theirs]}
+        more |= {"same_ours": same[0], "same_theirs": same[1]}
         if ours.gamma:
-            found = [_drafts(compare.counted(prompts, run)) for run in both]
-            more["drafts"] = dict(zip(BOTH, found, strict=True))
+            more["drafts"] = {}
+            for name, run in zip(BOTH, both, strict=True):
+                total = compare.counted(prompts, run)
+                a_round = metrics.ratio(total.accepted, total.rounds)
+                kept = compare.drafts(total) | {"accepted_per_round": a_round}
+                more["drafts"][name] = kept
         decode = [compare.per_token(prompts, run, whole=False) for run in both]
         made += [
             compared(f"{kind}: decode", "ms/token", *decode),
@@ -257,11 +261,6 @@ def rows(prompts: Sequence[compare.PromptRuns]) -> list[dict[str, Any]]:
     fastest = min(drafted, key=sum), min(theirs, key=sum)
     name = "the fastest that drafts, and the fastest of theirs: end to end"
     return [*made, compared(name, "ms/token", *fastest)]
-
-
-def _drafts(total: metrics.Counters) -> dict[str, Any]:
-    counts = {n: getattr(total, n) for n in ("rounds", "proposed", "accepted")}
-    return counts | {"accepted_per_round": metrics.ratio(total.accepted, total.rounds)}
 
 
 def _shown(row: tables.Row) -> str:
@@ -298,10 +297,13 @@ def run(
     args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
 ) -> int:
     """Loads models, measures, writes and prints rows; returns the exit status."""
-    for path in args.gguf:
+    programs = [args.llama_bin / name for name in llama_cpp.PROGRAMS]
+    for path in (*args.gguf, *programs):
         if not path.is_file():
-            raise ValueError(f"--gguf {path}: no such file; llama-quantize writes one")
-    llama_cpp.check(args.llama_bin)
+            raise ValueError(
+                f"{path}: no such file; name the folder `bin` of a build of llama.cpp, "
+                "and files of its llama-quantize, see docs/measurements.md"
+            )
     subjects.check_device("cpu")
     # None: the model's default slab.
     how = {"gamma_max": max(args.gamma), "slab": None}

@@ -30,8 +30,8 @@ from experiments.lib import (
     cli,
     flags,
     models,
+    published,
     records,
-    table_rows,
     tables,
     terminal,
 )
@@ -241,7 +241,7 @@ def run(
     if args.table:
         table = out.write_all(table_of(args, lm))
         tables.print_rows(table, CELLS, console)
-        return GOOD if all(map(table_rows.is_equal, table)) else BAD
+        return GOOD if all(map(published.is_equal, table)) else BAD
     answers = draw(args, lm, prompt)
     out.write(answers)
     console.out(
@@ -287,7 +287,7 @@ CELLS = {
     "tokens": ("tokens_compared", ",d"),
     "rounds": ("rounds", ",d"),
     "equal": lambda row: (
-        "all" if table_rows.is_equal(row) else tables.wrong("differs", True)
+        "all" if published.is_equal(row) else tables.wrong("differs", True)
     ),
 }
 

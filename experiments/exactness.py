@@ -170,14 +170,14 @@ def _run_rows(
     console.out(f"base: {plan.cells[0].name}")
     rows, count = [*kept], len(plan.prompts)
     plan = dataclasses.replace(plan, done=frozenset(map(suite.key, kept)))
-    fan = fan_out.of(args, functools.partial, suite.rows_of, plan)
+    rows_of = functools.partial(suite.rows_of, plan)
     # In one process cells share runs of decoding; on a cluster a task is one cell.
     parts = [tuple(plan.cells)] if args.ray is None else [(c,) for c in plan.cells]
     wanted = lambda part: {(cell.name, n) for cell in part for n in range(count)}
     tasks = [part for part in parts if not wanted(part) <= plan.done]
     total = len(plan.cells) * count - len(kept)
     with terminal.counted("prompts", total=total) as advance:
-        for _, found in fan(functools.partial(suite.rows_of, plan), tasks):
+        for _, found in fan_out.each(args, tasks, rows_of, functools.partial, rows_of):
             for row in found:
                 out.write(row)
                 rows.append(row)

@@ -33,7 +33,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.lib import cli, processes
+from experiments.lib import cli, pages, processes
 
 
 DONE, FAILED = 0, 2
@@ -45,13 +45,6 @@ ON_EITHER_DEVICE = ("kernels", "latency")
 
 DRY_RUNS = "latency"
 """The script that compiles its programs without weights, by `--dry-run`."""
-
-_CALLS, _WORDS = re.findall(
-    r"^```text\n(.*?)^```$",
-    pathlib.Path(__file__).with_suffix(".md").read_text(encoding="utf-8"),
-    re.MULTILINE | re.DOTALL,
-)
-"""The calls, and words that stand for parts of them, a line each."""
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -112,12 +105,8 @@ class Call:
 
 def all_calls(*, impl: str) -> list[Call]:
     """Returns every call, in order; `impl` is the kernels of steps and rounds."""
-    words = dict(line.split(": ", 1) for line in _WORDS.splitlines())
-    words, text = words | {"impl": impl}, _CALLS.strip()
-    for _ in range(4):  # Words may hold words.
-        text = re.sub(r"{([\w.]+)}", lambda m: words.get(m[1], m[0]), text)
-    calls = []
-    for line in text.splitlines():
+    page, calls = pages.sections(pathlib.Path(__file__).with_suffix(".md")), []
+    for line in pages.filled(page["calls"], page["words"], impl=impl).splitlines():
         section, seconds, name, command = map(str.strip, line.split(" | "))
         script, *arguments = shlex.split(command)
         calls.append(Call(section, name, script, tuple(arguments), float(seconds)))

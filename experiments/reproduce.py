@@ -35,6 +35,8 @@ from spec_jax.model import hub
 
 
 DONE, FAILED = 0, 2
+FOLDERS = ("data", "llama_bin", "texts")
+"""Flags of folders, which commands have in braces."""
 
 Step = reproduction.Step
 
@@ -72,28 +74,19 @@ def chosen(args: argparse.Namespace) -> list[Step]:
 
 def state_of(args: argparse.Namespace, step: Step, here: Mapping[str, Any]) -> str:
     """Returns "finished", "to do", or "left out" with what the step lacks."""
-    *_, model = reproduction.FETCHED.split()
+    commands, (_, model) = " ".join(step.runs), reproduction.FETCHED.split()
+    for name in FOLDERS:
+        if f"{{{name}}}" in commands and getattr(args, name) is None:
+            return f"left out: needs {cli.flag_of(name)}"
     fetched = hub.cache() / hub.FETCHED[model]
-    for word, there, what in (
-        (reproduction.DATA, args.data, "--data"),
-        (reproduction.LLAMA, args.llama_bin, "--llama-bin"),
-        (reproduction.TEXTS, args.texts, "--texts"),
-        (reproduction.FETCHED, fetched.is_file(), f"`fetch_model.py {model}`"),
-    ):
-        if not there and any(word in run for run in step.runs):
-            return f"left out: needs {what}"
+    if reproduction.FETCHED in commands and not fetched.is_file():
+        return f"left out: needs `fetch_model.py {model}`"
     if not step.path.exists() or not step.flag:
         return "to do"
     *_, last = files.read_rows(step.path)
     made = last.get("environment", last)
     is_finished = all(made.get(n) == here[n] for n in ("git_commit", "git_dirty"))
     return "finished" if is_finished else "to do"
-
-
-def words_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the values of the words in braces in a command."""
-    folders = {"data": args.data, "llama": args.llama_bin, "rollouts": args.texts}
-    return {"results": records.RESULTS} | folders
 
 
 def run_step(args: argparse.Namespace, step: Step) -> int:
@@ -103,7 +96,8 @@ def run_step(args: argparse.Namespace, step: Step) -> int:
     """
     worst, rows, is_rows = DONE, [], step.path.suffix == ".jsonl"
     for number, command in enumerate(step.runs):
-        script, *arguments = shlex.split(command.format(**words_of(args)))
+        words = command.format(results=records.RESULTS, **vars(args))
+        script, *arguments = shlex.split(words)
         if args.allow_dirty and script != "plot":
             arguments.insert(0, "--allow-dirty")
         with tempfile.TemporaryDirectory() as folder:

@@ -254,14 +254,13 @@ def run(args: argparse.Namespace) -> int:
         flags.sampling_settings(args, temperature)  # Raises before any cell is run.
     bench = Bench(args)
     cells, shared = bench.cells(), bench.shared
-    fan = fan_out.of(args, Bench, args, shared)
-    with records.open_out(args) as out:
+    with records.JsonLines(args.out, allow_dirty=args.allow_dirty) as out:
         rows = records.resume(out, shared)
         missing = unfinished(bench, cells, rows)
         done = len(cells) - len(missing)
         console.out(f"{len(cells)} cells, {done} of them in {args.out}")
         out.common = shared | records.provenance() | fan_out.describe(args)
-        for cell, found in fan(bench, missing):
+        for cell, found in fan_out.each(args, missing, bench, Bench, args, shared):
             for row in found:
                 out.write(row)
                 rows.append(records.to_json(row | out.common))

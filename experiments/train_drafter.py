@@ -22,71 +22,23 @@ from typing import Any
 import numpy as np
 
 from experiments.heads import export, families, jobs, own_prompts, rollouts
-from experiments.lib import cli, fan_out, files, flags, prompts as prompts_lib
+from experiments.lib import cli, files, flags
 from spec_jax.model import (
     block_dialects,
     block_params,
     eagle3_dialects,
-    families as model_families,
     tokenizer as tokenizer_lib,
 )
-from spec_jax.ops import dispatch
 from spec_jax.typing import IMPLS
 
 
 DONE = 0
 TARGETS = ("online", "cache")
-SEEDS = 1 << 20  # Seeds of texts, for each --seed: added prompts change none of them.
-
-
-def writer_of(args: argparse.Namespace) -> rollouts.Writer:
-    """Returns the writer that continues each prompt `--samples` times.
-
-    Every second sample of a prompt, from the first on, is greedy.
-
-    Raises:
-      ValueError: prompts that leave nothing to write.
-    """
-    tokenizer = prompts_lib.with_options(args, tokenizer_lib.load(args.target))
-    prompts = rollouts.prompt_ids(args, tokenizer)
-    ids = [prompt for prompt in prompts for _ in range(args.samples)]
-    numbers = np.arange(len(ids))
-    is_greedy = numbers % args.samples % 2 == 0
-    seeds = np.where(is_greedy, -1, args.seed * SEEDS + numbers)
-    texts = {"prompts": ids, "seeds": seeds, "length": args.length}
-    return _writer(args, tokenizer, **texts)
-
-
-def author_of(args: argparse.Namespace) -> rollouts.Writer:
-    """Returns the writer of `--write` prompts, each drawn after the bare user turn.
-
-    Raises:
-      ValueError: as `own_prompts.bare_turn`.
-    """
-    tokenizer = prompts_lib.with_options(args, tokenizer_lib.load(args.target))
-    begun = own_prompts.bare_turn(tokenizer)
-    return _writer(
-        args,
-        tokenizer,
-        prompts=[begun] * args.write,
-        seeds=args.seed * SEEDS + np.arange(args.write),
-        length=len(begun) + own_prompts.LONGEST,
-    )
-
-
-def _writer(args, tokenizer, **texts: Any) -> rollouts.Writer:
-    impl = dispatch.resolve(args.impl)
-    config, params = families.load_target(args, impl=impl)
-    impl = model_families.runnable(config, impl, is_named=args.impl != "auto")
-    model = {"params": params, "config": config, "impl": impl}
-    return rollouts.Writer(**model, stop_ids=tokenizer.stop_ids, **texts)
 
 
 def write_prompts(args: argparse.Namespace) -> None:
     """Writes `prompts.jsonl`: user turns that the target wrote, no two alike."""
-    writer = author_of(args)
-    fan = fan_out.of(args, author_of, args)
-    texts = rollouts.write(writer, args.work, fan=fan)
+    texts = rollouts.write(args, rollouts.writer_of(args))
     tokenizer = tokenizer_lib.load(args.target)
     kept, dropped = own_prompts.choose(tokenizer, texts, args.avoid)
     path = args.work / "prompts.jsonl"
@@ -97,9 +49,8 @@ def write_prompts(args: argparse.Namespace) -> None:
 
 def roll_out(args: argparse.Namespace) -> None:
     """Writes `texts.npz`: the target's continuations of prompts, greedy and drawn."""
-    writer = writer_of(args)
-    fan = fan_out.of(args, writer_of, args)
-    texts = rollouts.write(writer, args.work, fan=fan)
+    writer = rollouts.writer_of(args)
+    texts = rollouts.write(args, writer)
     tokens, mask = rollouts.padded(writer, texts)
     # The prompts are shuffled, so that the held-out ones are of all kinds. Samples of a
     # prompt stay together: none is trained on while another one is held out.
@@ -213,7 +164,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.ray is not None and args.stage not in ("prompts", "rollouts"):
         parser.error("--ray is of --stage prompts and rollouts: leave it out")
     names = families.deciding(args.family)
-    args.given = {n for n in names if getattr(args, n) != parser.get_default(n)}
+    args.given = set(flags.given(parser, args, names))
     args.dialect = args.dialect or families.FAMILIES[args.family].dialect
     return args
 

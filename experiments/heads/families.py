@@ -2,9 +2,7 @@
 
 import argparse
 import dataclasses
-import operator
 import types
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,24 +28,9 @@ from spec_jax.training import batches, block, eagle3, peagle
 
 BLOCKS = ("dflash", "dflash2", "dspark")
 
-ONLY: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("width", "target_head", "first_alone"), ("eagle3",)),
-    **dict.fromkeys(("head", "no_tv", "no_confidence", "no_copies"), ("dspark",)),
-    "causal": BLOCKS,
-}
-"""Flags that some families alone have, with these families: others refuse them."""
-
-SHAPE = {
-    "taps": "taps",
-    "draft_vocab": "draft_vocab_size",
-    "mlp": "layer.intermediate_size",
-    "layers": "layer.num_layers",
-    "target_head": "shares_head",
-    "mask_token": "mask_token_id",
-    "block": "block_size",
-}
-"""Flags with the field of a config that holds each, the same in all families that have
-the flag; `shape` has the other flags."""
+OF_SOME = ("width", "target_head", "first_alone", "causal")
+OF_SOME += ("head", "no_tv", "no_confidence", "no_copies")
+"""Flags that families without them refuse; other flags are then ignored."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,19 +41,35 @@ class Family:
     files: types.ModuleType  # has `load` and `save`
     dialects: types.ModuleType  # has `read_config`, `check_config` and `WHOLE`
     dialect: str  # the published format unless another is named
-    depth: str  # the flag of how many drafts are trained
     flags: tuple[str, ...]  # the family's own; all but `no_copies` decide bits
-    # `(args, target) -> config`
-    config: Callable[[argparse.Namespace, config_lib.ModelConfig], Any]
-    # Further arguments of `loss` and of `measure`.
-    of_loss: Callable[[argparse.Namespace], dict[str, Any]]
-    of_measure: Callable[[argparse.Namespace], dict[str, Any]] = lambda args: {}
-    # Whether the loss compares whole distributions, of all tokens of the target.
-    reads_distributions: bool = False
-    # `(args, config, draft vocabulary) -> what each step draws`.
-    draw: Callable[[argparse.Namespace, Any, jax.Array | None], batches.Draw | None] = (
-        lambda args, config, hot: None
-    )
+
+
+_EAGLE3 = {"files": eagle3_files, "dialects": eagle3_dialects}
+_BLOCK: dict[str, Any] = {
+    "training": block,
+    "files": block_files,
+    "dialects": block_dialects,
+}
+_OF_BLOCKS = ("block", "layers", "window", "causal", "mask_token", "anchors", "decay")
+_OF_DSPARK = ("rank", "head", "no_tv", "no_confidence", "no_copies")
+
+FAMILIES = {
+    "eagle3": Family(
+        **_EAGLE3,
+        training=eagle3,
+        dialect="midlayer",
+        flags=("width", "window", "target_head", "ttt_steps", "first_alone"),
+    ),
+    "peagle": Family(
+        **_EAGLE3,
+        training=peagle,
+        dialect="speculators",
+        flags=("layers", "window", "ttt_steps", "mask_token", "anchors", "decay"),
+    ),
+    "dflash": Family(**_BLOCK, dialect="z-lab", flags=_OF_BLOCKS),
+    "dflash2": Family(**_BLOCK, dialect="z-lab", flags=(*_OF_BLOCKS, "rank")),
+    "dspark": Family(**_BLOCK, dialect="deepspec", flags=_OF_BLOCKS + _OF_DSPARK),
+}
 
 
 TOP_K, CONV_GROUP = 16, 16
@@ -162,24 +161,39 @@ def _block(args, target) -> block_params.BlockConfig:
 
 def shape(family: str, config: Any) -> dict[str, Any]:
     """Returns the flags that describe a config, with their values."""
-    own = ("taps", "draft_vocab", "mlp", *FAMILIES[family].flags)
-    found = {n: operator.attrgetter(SHAPE[n])(config) for n in own if n in SHAPE}
-    if family not in BLOCKS:
-        width = config.hidden_size if config.has_own_embed else None
-        own_width = {"width": width} if family == "eagle3" else {}
-        return found | own_width | {"window": config.window}
-    sees = config.attention_of(0)
-    found |= {"window": sees.window, "causal": sees.is_causal}
-    if family == "dspark":
+    sees = config.attention_of(0) if family in BLOCKS else config
+    found = {
+        "taps": config.taps,
+        "draft_vocab": config.draft_vocab_size,
+        "mlp": config.layer.intermediate_size,
+        "layers": config.layer.num_layers,
+        "mask_token": config.mask_token_id,
+        "window": sees.window,
+    }
+    if family in BLOCKS:
+        found |= {"block": config.block_size, "causal": sees.is_causal}
         found |= {"head": config.head, "no_confidence": not config.has_confidence}
-    return found | ({"rank": config.markov_rank} if config.markov_rank else {})
+        found |= {"rank": config.markov_rank} if config.markov_rank else {}
+    else:
+        width = config.hidden_size if config.has_own_embed else None
+        found |= {"target_head": config.shares_head, "width": width}
+    own = ("taps", "draft_vocab", "mlp", *FAMILIES[family].flags)
+    return {name: found[name] for name in own if name in found}
 
 
-def _anchors(args, config, hot) -> block.Anchors:
-    is_parallel = args.family == "peagle"
-    kind = peagle.Anchors if is_parallel else block.Anchors
-    return kind(
-        num_drafts=args.ttt_steps if is_parallel else config.num_drafts,
+def draw_of(
+    args: argparse.Namespace, config: Any, hot: jax.Array | None
+) -> batches.Draw | None:
+    """Returns what each step of a training draws: anchors of blocks, or of masks.
+
+    Args:
+      hot: the draft vocabulary.
+    """
+    if "anchors" not in FAMILIES[args.family].flags:
+        return None
+    is_block = args.family in BLOCKS
+    return (block.Anchors if is_block else peagle.Anchors)(
+        num_drafts=config.num_drafts if is_block else args.ttt_steps,
         seed=args.seed,
         count=args.anchors,
         decay=args.decay,
@@ -187,62 +201,15 @@ def _anchors(args, config, hot) -> block.Anchors:
     )
 
 
-def _steps(args) -> dict[str, Any]:
-    return {"steps": args.ttt_steps}
-
-
-def _dspark_terms(args) -> dict[str, Any]:
-    cross, total_variation, confidence = block.DSPARK
+def of_loss(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the further arguments of a family's loss."""
+    if args.family not in BLOCKS:
+        return {"steps": args.ttt_steps}
+    weights = block.DSPARK if args.family == "dspark" else block.DFLASH
+    cross, total_variation, confidence = weights
     if args.no_tv:  # Cross-entropy gets its weight, too.
         cross, total_variation = cross + total_variation, 0.0
     return {"terms": (cross, total_variation, confidence)}
-
-
-_BLOCK: dict[str, Any] = {
-    "training": block,
-    "files": block_files,
-    "dialects": block_dialects,
-    "depth": "block",
-    "config": _block,
-    "draw": _anchors,
-    "flags": (
-        *("block", "layers", "window", "causal", "mask_token", "anchors", "decay"),
-        *("rank", "head", "no_tv", "no_confidence", "no_copies"),
-    ),
-}
-
-FAMILIES = {
-    "eagle3": Family(
-        training=eagle3,
-        files=eagle3_files,
-        dialects=eagle3_dialects,
-        dialect="midlayer",
-        depth="ttt_steps",
-        flags=("width", "window", "target_head", "ttt_steps", "first_alone"),
-        config=_eagle3,
-        of_loss=_steps,
-        of_measure=_steps,
-    ),
-    "peagle": Family(
-        training=peagle,
-        files=eagle3_files,
-        dialects=eagle3_dialects,
-        dialect="speculators",
-        depth="ttt_steps",
-        flags=("layers", "window", "ttt_steps", "mask_token", "anchors", "decay"),
-        config=_eagle3,
-        of_loss=_steps,
-        of_measure=_steps,
-        draw=_anchors,
-    ),
-    **dict.fromkeys(
-        ("dflash", "dflash2"),
-        Family(**_BLOCK, dialect="z-lab", of_loss=lambda _: {"terms": block.DFLASH}),
-    ),
-    "dspark": Family(
-        **_BLOCK, dialect="deepspec", of_loss=_dspark_terms, reads_distributions=True
-    ),
-}
 
 
 _DECIDING = (
@@ -287,7 +254,7 @@ def plan(args: argparse.Namespace, target: config_lib.ModelConfig) -> Any:
         _, found = family.dialects.read_config(args.base / "config.json", target)
         for name, value in shape(args.family, found).items():
             setattr(args, name, value)
-    config = family.config(args, target)
+    config = (_block if args.family in BLOCKS else _eagle3)(args, target)
     family.dialects.check_config(config, args.dialect)
     config.check_target(target)
     if isinstance(found, block_params.BlockConfig):
@@ -299,12 +266,12 @@ def plan(args: argparse.Namespace, target: config_lib.ModelConfig) -> Any:
             f"{args.base}: {found} cannot be trained on as --dialect {args.dialect}, "
             f"which makes it {config}"
         )
-    depth = getattr(args, family.depth)
+    name = "block" if args.family in BLOCKS else "ttt_steps"
+    depth = getattr(args, name)
     if args.length < depth + 2:
         raise ValueError(
-            f"texts of {args.length} tokens are too short for "
-            f"{cli.flag_of(family.depth)} {depth}: make rollouts of --length "
-            f"{depth + 2} or more"
+            f"texts of {args.length} tokens are too short for {cli.flag_of(name)} "
+            f"{depth}: make rollouts of --length {depth + 2} or more"
         )
     return config
 
@@ -316,11 +283,14 @@ def check_flags(args: argparse.Namespace) -> None:
       ValueError: a flag that the family or the dialect does not have; or a
         `--first-alone` that does not end at a checkpoint before the last step.
     """
-    lacks = [n for n in ONLY if getattr(args, n) and args.family not in ONLY[n]]
+    own = FAMILIES[args.family].flags
+    lacks = [n for n in OF_SOME if getattr(args, n) and n not in own]
     if lacks:
         flags = ", ".join(map(cli.flag_of, lacks))
-        has = ", ".join(sorted({family for name in lacks for family in ONLY[name]}))
-        raise ValueError(f"{flags} with --family {args.family}: of {has} alone")
+        has = [name for name, x in FAMILIES.items() if {*lacks}.intersection(x.flags)]
+        raise ValueError(
+            f"{flags} with --family {args.family}: of {', '.join(has)} alone"
+        )
     check_copies(args.no_copies, args.dialect)
     alone = args.first_alone or 0
     if alone % args.save_every or alone >= args.steps:

@@ -68,7 +68,7 @@ def prepare(args: argparse.Namespace) -> Job:
     texts, family = texts_of(args), families.FAMILIES[args.family]
     args.length = texts.tokens.shape[1]
     target, params = families.load_target(args)
-    config = families.plan(args, target)
+    config, scale = families.plan(args, target), args.work / SCALE
     base = family.files.load(args.base, target, params)[1] if args.base else None
     if base is None:
         size, V = config.draft_vocab_size, target.vocab_size
@@ -86,17 +86,11 @@ def prepare(args: argparse.Namespace) -> Job:
             params=params,
             config=target,
             taps=config.taps,
-            normalizers=family.reads_distributions and hot is not None,
+            normalizers=args.family == "dspark" and hot is not None,
         ),
         base=base,
-        scale=_scale(args) if loop.num_steps(args.work) else None,
+        scale=np.load(scale) if loop.num_steps(args.work) and scale.exists() else None,
     )
-
-
-def _scale(args: argparse.Namespace) -> np.ndarray | None:
-    """Returns the scale of the features that a training has saved, or None."""
-    path = args.work / SCALE
-    return np.load(path) if path.exists() else None
 
 
 def cache(args: argparse.Namespace) -> None:
@@ -246,8 +240,10 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
     keep_flags(args)
     train_data = data.part(slice(first))
     if not loop.num_steps(args.work):
-        np.save(args.work / SCALE, targets.scale_of(train_data))
-        job = dataclasses.replace(job, scale=_scale(args))
+        job = dataclasses.replace(job, scale=targets.scale_of(train_data))
+        np.save(args.work / SCALE, job.scale)
+    told = families.of_loss(args)
+    measured = tuple((name, told[name]) for name in ("steps",) if name in told)
     for of_loss, end in _phases(args, stop_after or args.steps):
         loop.run(
             args.family,
@@ -258,10 +254,8 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
             data.part(slice(first, None)),
             args.work,
             teacher=_cast(job.teacher, config.layer.dtype),
-            measure=_bound(
-                family.training.measure, config, tuple(family.of_measure(args).items())
-            ),
-            draw=family.draw(args, config, job.hot),
+            measure=_bound(family.training.measure, config, measured),
+            draw=families.draw_of(args, config, job.hot),
             mesh=loop.data_mesh(args.devices),
             stop_after=end if end < args.steps else None,
         )
@@ -270,7 +264,7 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
 
 def _phases(args: argparse.Namespace, end: int) -> Iterator[tuple[dict[str, Any], int]]:
     """Yields the arguments of the loss in each phase, and the step that ends it."""
-    told = families.FAMILIES[args.family].of_loss(args)
+    told = families.of_loss(args)
     alone = min(args.first_alone or 0, end)
     if loop.num_steps(args.work) < alone or alone == end:
         yield told | {"steps": 1}, alone

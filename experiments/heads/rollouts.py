@@ -9,18 +9,19 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import pathlib
 import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from experiments.heads import families, own_prompts
 from experiments.lib import fan_out, prompt_files, prompts as prompts_lib, terminal
 from spec_jax import algorithms
 from spec_jax.drafters import ngram
 from spec_jax.engine import requests as requests_lib
 from spec_jax.model import (
     config as config_lib,
+    families as model_families,
     fingerprint,
     params as params_lib,
     row_model,
@@ -32,6 +33,7 @@ from spec_jax.rules import sampling
 
 SLOTS = 80  # As many rows as a native forward takes at once.
 PAGE_SIZE = 16
+SEEDS = 1 << 20  # Seeds of texts, for each --seed: added prompts change none of them.
 TASK = 1024
 """Texts that a process of a cluster writes before it asks for others."""
 
@@ -99,27 +101,60 @@ def _digest(*values: object) -> str:
     return hashlib.sha256(f"{values}".encode()).hexdigest()[:12]
 
 
-def write(
-    writer: Writer, folder: pathlib.Path, *, fan: fan_out.Fan = fan_out.here
-) -> list[list[int]]:
-    """Writes the missing texts; returns the tokens after each prompt, in their order.
+def writer_of(args: argparse.Namespace) -> Writer:
+    """Returns the writer of `--samples` rollouts a prompt, every second one drawn; or,
+    for the stage of that name, of `--write` prompts, drawn after a bare user turn.
 
     Args:
-      folder: has a file of JSON lines, named after the writer, to which each text is
-        added when it has ended; texts that it has are not written again.
-      fan: runs the tasks; see `fan_out.of`.
+      args: flags of `train_drafter.py`.
+
+    Raises:
+      ValueError: as `prompt_ids`, and as `own_prompts.bare_turn`.
     """
-    kept = folder / f"texts_{writer.digest}.jsonl"
-    done = _read(kept)
+    tokenizer = prompts_lib.with_options(args, tokenizer_lib.load(args.target))
+    if args.stage == "prompts":
+        ids = [own_prompts.bare_turn(tokenizer)] * args.write
+        is_greedy, length = False, len(ids[0]) + own_prompts.LONGEST
+    else:
+        prompts = prompt_ids(args, tokenizer)
+        ids = [prompt for prompt in prompts for _ in range(args.samples)]
+        is_greedy, length = np.arange(len(ids)) % args.samples % 2 == 0, args.length
+    impl = dispatch.resolve(args.impl)
+    config, params = families.load_target(args, impl=impl)
+    return Writer(
+        params=params,
+        config=config,
+        prompts=ids,
+        seeds=np.where(is_greedy, -1, args.seed * SEEDS + np.arange(len(ids))),
+        length=length,
+        impl=model_families.runnable(config, impl, is_named=args.impl != "auto"),
+        stop_ids=tokenizer.stop_ids,
+    )
+
+
+def write(args: argparse.Namespace, writer: Writer) -> list[list[int]]:
+    """Writes the texts that are missing; returns the tokens after each prompt.
+
+    A file of JSON lines in `--work`, named after the writer, gets each text when it has
+    ended; texts that it has are not written again.
+
+    Args:
+      writer: for this process; each of a cluster has its own `writer_of(args)`.
+    """
+    kept = args.work / f"texts_{writer.digest}.jsonl"
+    text = kept.read_bytes() if kept.exists() else b""
+    whole = text[: text.rfind(b"\n") + 1]  # A kill leaves half a line.
+    done = dict(map(json.loads, whole.splitlines()))
     keys = [writer.key(number) for number in range(len(writer.prompts))]
     missing = [number for number, key in enumerate(keys) if key not in done]
-    size = max(1, len(missing)) if fan is fan_out.here else TASK
+    size = max(1, len(missing)) if args.ray is None else TASK
     starts = range(0, len(missing), size)
     tasks = [tuple(missing[first : first + size]) for first in starts]
     began, written = time.perf_counter(), 0
     shown = terminal.counted("texts", total=len(keys), done=len(keys) - len(missing))
     with kept.open("a", encoding="utf-8") as file, shown as advance:
-        for _, texts in fan(writer, tasks):
+        file.truncate(len(whole))
+        for _, texts in fan_out.each(args, tasks, writer, writer_of, args):
             for number, tokens in texts:
                 done[keys[number]] = tokens
                 print(json.dumps([keys[number], tokens]), file=file, flush=True)
@@ -129,17 +164,6 @@ def write(
     if written:
         print(f"{written:,} tokens in {seconds:,.0f} s: {written / seconds:,.0f} tok/s")
     return [done[key] for key in keys]
-
-
-def _read(kept: pathlib.Path) -> dict[str, list[int]]:
-    """Returns the texts of a file by key, and cuts off an unfinished last line."""
-    if not kept.exists():
-        return {}
-    text = kept.read_bytes()
-    whole = text[: text.rfind(b"\n") + 1]
-    if len(whole) < len(text):
-        kept.write_bytes(whole)
-    return dict(map(json.loads, whole.splitlines()))
 
 
 def prompt_ids(

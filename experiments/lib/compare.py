@@ -114,9 +114,9 @@ class PromptRuns:
 
     def row(self) -> dict[str, Any]:
         """Returns the JSON row of the prompt, with its first text by every run."""
-        names, runs = ("rounds", "proposed", "accepted"), []
+        runs = []
         for run, (first, *turns) in self.every.items():
-            told = {n: first.counters and getattr(first.counters, n) for n in names}
+            told = drafts(first.counters)
             for name in ("prefill_s", "decode_s"):
                 told[name] = [getattr(turn, name) for turn in turns]
             told |= {"tokens": first.count, "ids": first.ids}
@@ -168,6 +168,12 @@ def per_token(
         sum(one.decode_s + whole * one.prefill_s for one in turn) / count
         for turn in turns
     ]
+
+
+def drafts(counters: metrics.Counters | None) -> dict[str, int | None]:
+    """Returns the fields of rows that count drafts; None where they are not counted."""
+    names = ("rounds", "proposed", "accepted")
+    return {name: counters and getattr(counters, name) for name in names}
 
 
 def counted(prompts: Sequence[PromptRuns], run: Run) -> metrics.Counters | None:

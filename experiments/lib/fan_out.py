@@ -7,7 +7,6 @@ together, once. This module handles no models, and imports Ray only for a cluste
 
 import argparse
 import dataclasses
-import functools
 import importlib.util
 import os
 import uuid
@@ -21,9 +20,6 @@ from experiments.lib import processes, records
 
 Task = Any  # Hashable; it and its results can be sent to a process
 Worker = Callable[[Task], Iterable[Any]]
-Found = Iterator[tuple[Task, Iterable[Any]]]
-Fan = Callable[[Worker, Sequence[Task]], Found]
-"""Yields each task with its results, in the order in which tasks finish."""
 
 _SENT = ("JAX_", "XLA_", "SPEC_JAX_", "TF_CPP_")
 """Beginnings of environment variables that decide what a process computes."""
@@ -36,25 +32,6 @@ def address(text: str) -> str:
     if importlib.util.find_spec("ray") is None:
         raise ValueError("needs Ray; pip install -e '.[cluster]'")
     return text
-
-
-def here(worker: Worker, tasks: Sequence[Task]) -> Found:
-    """Does the tasks in this process, in their order."""
-    for task in tasks:
-        yield task, worker(task)
-
-
-def of(args: argparse.Namespace, make: Callable[..., Worker], *values: Any) -> Fan:
-    """Returns the function that does tasks where `--ray` and `--ray-cpus` say.
-
-    Args:
-      make: a module's function that makes a worker, in each process of a cluster.
-      values: its arguments, which can be sent.
-    """
-    if args.ray is None:
-        return here
-    job = Job(make=make, values=values)
-    return functools.partial(_on_ray, args, job)
 
 
 def describe(args: argparse.Namespace) -> dict[str, Any]:
@@ -101,17 +78,30 @@ def call(job: Job, task: Task) -> list[Any]:
     return list(_workers[job.name](task))
 
 
-def _on_ray(
-    args: argparse.Namespace, job: Job, worker: Worker, tasks: Sequence[Task]
-) -> Found:
-    """Does the tasks on a cluster, which repeats a task whose process dies; `worker`,
-    which is for this process, is not used.
+def each(
+    args: argparse.Namespace,
+    tasks: Sequence[Task],
+    worker: Worker,
+    make: Callable[..., Worker],
+    *values: Any,
+) -> Iterator[tuple[Task, Iterable[Any]]]:
+    """Does tasks where `--ray` and `--ray-cpus` say, and yields each with its results.
+
+    They come as they finish: in this process, in their order. A cluster repeats a task
+    whose process dies.
+
+    Args:
+      worker: for this process.
+      make: a module's function that makes such a worker, in each process of a cluster.
+      values: its arguments, which can be sent.
 
     Raises:
       ValueError: no cluster there.
       Exception: what a worker raised.
     """
-    del worker
+    if args.ray is None:
+        yield from ((task, worker(task)) for task in tasks)
+        return
     import ray
 
     sent = {name: v for name, v in os.environ.items() if name.startswith(_SENT)}
@@ -126,8 +116,8 @@ def _on_ray(
     try:
         on_gpu = jax.default_backend() == "gpu"
         num_gpus = (getattr(args, "devices", None) or 1) if on_gpu else 0
-        how = {"num_cpus": args.ray_cpus, "num_gpus": num_gpus}
-        remote, job = ray.remote(call).options(**how), ray.put(job)
+        remote = ray.remote(call).options(num_cpus=args.ray_cpus, num_gpus=num_gpus)
+        job = ray.put(Job(make=make, values=values))
         waiting = {remote.remote(job, task): task for task in tasks}
         while waiting:
             (done, *_), _ = ray.wait(list(waiting), num_returns=1)

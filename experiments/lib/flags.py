@@ -3,7 +3,7 @@
 import argparse
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from experiments.lib import cli, fan_out, policies, processing
@@ -171,30 +171,7 @@ def add(group: argparse._ActionsContainer, names: str, **words: Any) -> None:
         if name in SETS:
             add(group, SETS[name], **words)
         else:
-            cli.add(group, FLAGS[name].format_map(DEFAULTS | words), **_kinds())
-
-
-def _kinds() -> dict[str, Any]:
-    """Returns types of the values, or their choices, by their names in the texts."""
-    return {
-        "TYPE": config_lib.DTYPES,
-        "FORM": config_lib.WEIGHTS,
-        "IMPL": IMPLS,
-        "ISA": tuple(build.ISA_FLAGS),
-        "NAME": drafter,
-        "NAME,...": cli.names(drafter),
-        "RULE": tuple(rule.RULES),
-        "KxD:W": tree_shapes.parse,
-        "A,B,..": cli.names(tree_or_none),
-        "POLICY": policies.MEASURED,
-        "PROFILE": pathlib.Path,
-        "N|FILE[:N]": str,
-        "OPTIONS": chat_options,
-        "KIND:VALUE": processing.named,
-        "ADDRESS": fan_out.address,
-        "SEED": int,
-        "DEVICE": ("auto", "cpu", "gpu"),
-    }
+            cli.add(group, FLAGS[name].format_map(DEFAULTS | words), **KINDS)
 
 
 def parsed(
@@ -284,6 +261,13 @@ def tree_text(text: str) -> str:
     return str(tree_shapes.parse(text))
 
 
+def given(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, names: Iterable[str]
+) -> list[str]:
+    """Returns those of some flags that have another value than by default."""
+    return [name for name in names if getattr(args, name) != parser.get_default(name)]
+
+
 def check_tree(
     parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str
 ) -> None:
@@ -291,13 +275,11 @@ def check_tree(
     trees = args.tree if isinstance(args.tree, tuple) else (args.tree,)
     if not set(trees) - {None, NO_TREE}:
         return
-    for name in names:
-        value, default = getattr(args, name), parser.get_default(name)
-        if value != default:
-            parser.error(
-                f"--tree does not go together with {cli.flag_of(name)}, which is of "
-                "chains: leave one out, or run them apart"
-            )
+    for name in given(parser, args, names):
+        parser.error(
+            f"--tree does not go together with {cli.flag_of(name)}, which is of "
+            "chains: leave one out, or run them apart"
+        )
 
 
 def check_sampling(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -307,12 +289,11 @@ def check_sampling(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         temperatures = (temperatures,)
     if any(temperatures):
         return
-    for name in NOISE:
-        if getattr(args, name) != parser.get_default(name):
-            parser.error(
-                f"{cli.flag_of(name)} is of sampling, and --temperature 0 "
-                "decodes greedily: give a temperature, or leave it out"
-            )
+    for name in given(parser, args, NOISE):
+        parser.error(
+            f"{cli.flag_of(name)} is of sampling, and --temperature 0 decodes "
+            "greedily: give a temperature, or leave it out"
+        )
 
 
 def sampling_settings(
@@ -332,3 +313,25 @@ def sampling_settings(
         sampling_settings(args, 1.0)
         return None
     return sampling.make_settings(**values)
+
+
+KINDS: Mapping[str, Any] = {
+    "TYPE": config_lib.DTYPES,
+    "FORM": config_lib.WEIGHTS,
+    "IMPL": IMPLS,
+    "ISA": tuple(build.ISA_FLAGS),
+    "NAME": drafter,
+    "NAME,...": cli.names(drafter),
+    "RULE": tuple(rule.RULES),
+    "KxD:W": tree_shapes.parse,
+    "A,B,..": cli.names(tree_or_none),
+    "POLICY": policies.MEASURED,
+    "PROFILE": pathlib.Path,
+    "N|FILE[:N]": str,
+    "OPTIONS": chat_options,
+    "KIND:VALUE": processing.named,
+    "ADDRESS": fan_out.address,
+    "SEED": int,
+    "DEVICE": ("auto", "cpu", "gpu"),
+}
+"""Types of the values, or their choices, by their names in the texts."""

@@ -82,16 +82,6 @@ class Unreadable(ValueError):
     """Error for an output that lacks something: cut short, or of another version."""
 
 
-def check(folder: pathlib.Path) -> None:
-    """Raises `ValueError` where the folder of a build lacks a program."""
-    missing = [name for name in PROGRAMS if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(
-            f"{folder}: no {', '.join(missing)}; name the folder `bin` of a build of "
-            "llama.cpp, see docs/measurements.md"
-        )
-
-
 def convert(
     folder: pathlib.Path,
     head: pathlib.Path,

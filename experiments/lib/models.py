@@ -178,30 +178,20 @@ def drafter_sha256(lm: loading.LanguageModel) -> str:
     return fingerprint.of_params(lm.drafter_params)
 
 
-def _has_weights(drafter: str, draft: str | None) -> bool:
-    """Returns whether a drafter of this name loads the weights of a folder.
-
-    Args:
-      draft: the named folder, if any: a drafter of another package may read it.
-    """
-    if drafter in registry.BUILDERS:
-        return drafter not in registry.NEED_NOTHING
-    return registry.is_folder(drafter) or draft is not None
-
-
 def draft_of(args: argparse.Namespace, drafter: str | None = None) -> str | None:
-    """Returns the name of the draft in rows; None where no drafter has one.
+    """Returns the name of the draft in rows; None where no drafter loads one.
 
     Args:
       drafter: replaces the drafters of `--drafter`.
     """
     chosen = drafter or getattr(args, "drafter", "draft-model")
-    names = (chosen,) if isinstance(chosen, str) else chosen
-    has_draft = any(_has_weights(name, args.draft) for name in names)
-    is_embedded = args.draft is None and args.target is None
-    if not has_draft or (args.draft is None and not is_embedded):
-        return None
-    return str(args.draft or "embedded")
+    draft = args.draft or ("embedded" if args.target is None else None)
+    for name in (chosen,) if isinstance(chosen, str) else chosen:
+        # A drafter of another package may read a draft that is named.
+        is_known = name in registry.BUILDERS or registry.is_folder(name)
+        if name not in registry.NEED_NOTHING and (is_known or args.draft is not None):
+            return None if draft is None else str(draft)
+    return None
 
 
 def describe(

@@ -10,7 +10,6 @@ import pathlib
 import platform
 import re
 import subprocess
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,11 +26,6 @@ RESULTS = pathlib.Path(__file__).parents[1] / "results"
 """Folder of committed rows, made from a clean tree unless they say otherwise."""
 
 
-def open_out(args: argparse.Namespace) -> "JsonLines":
-    """Opens the file that `--out` names."""
-    return JsonLines(args.out, allow_dirty=args.allow_dirty)
-
-
 def script(
     name: str,
     parse: Callable[[Sequence[str] | None], argparse.Namespace],
@@ -42,7 +36,7 @@ def script(
     `work` that also gets the file of `--out`, and standard output."""
 
     def run(args: argparse.Namespace) -> int:
-        with open_out(args) as out:
+        with JsonLines(args.out, allow_dirty=args.allow_dirty) as out:
             return work(args, out, terminal.console())
 
     return cli.script(name, parse, run, **options)
@@ -64,9 +58,8 @@ def resume(
       ValueError: rows of another script, or of other settings; the message names them.
     """
     is_there = out.path is not None and out.path.exists()
-    lines = files.read(out.path).splitlines(keepends=True) if is_there else []
-    if lines and not lines[-1].endswith(b"\n"):
-        lines.pop()
+    text = files.read(out.path) if is_there else b""
+    lines = text[: text.rfind(b"\n") + 1].splitlines(keepends=True)
     rows, wanted = [], to_json(description)
     for number, line in enumerate(lines, 1):
         row = _row_of(line, f"{out.path}, line {number}", wanted)
@@ -148,32 +141,6 @@ class JsonLines:
             self.write(row)
             written.append(row)
         return written
-
-
-def guarded(
-    item: str,
-    work: Callable[[], list[dict[str, Any]]],
-    *,
-    raises: tuple[type[Exception], ...] = (),
-) -> list[dict[str, Any]]:
-    """Returns the rows of `work`, or a row of its error, so that the script continues.
-
-    An interrupt, errors of files and `raises` are raised as they are.
-    """
-    try:
-        return work()
-    except (OSError, *raises):
-        raise
-    except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0][:500]
-        lines = "".join(traceback.format_exception(error)).splitlines()[-12:]
-        text = f"{type(error).__name__}: {first}"
-        return [{"kind": "error", "item": item, "error": text, "traceback": lines}]
-
-
-def is_failure(row: Mapping[str, Any]) -> bool:
-    """Returns whether a row has an error, unequal bits, or a fault that was missed."""
-    return row["kind"] == "error" or False in (row.get("equal"), row.get("seen"))
 
 
 def to_json(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ JSON row. Functions here handle names and values, and compute none of them.
 """
 
 import itertools
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -206,10 +207,30 @@ class Report:
         self._out, self._console, self.failed = out, console, False
         self._columns = {"error": {"item": "", "error": ""}} | columns
 
-    def add(self, name: str, work: Callable[[], list[dict]], **how: Any) -> None:
-        """Writes and prints the rows of `work`; `how` is for `records.guarded`."""
-        rows = self._out.write_all(records.guarded(name, work, **how))
-        self.failed |= any(map(records.is_failure, rows))
+    def add(
+        self,
+        name: str,
+        work: Callable[[], list[dict]],
+        *,
+        raises: tuple[type[Exception], ...] = (),
+    ) -> None:
+        """Writes and prints the rows of `work`, or a row of its error.
+
+        A row with an error, unequal bits, or a fault that was missed is a failure.
+        Interrupts, errors of files and `raises` are raised as they are.
+        """
+        try:
+            rows = work()
+        except (OSError, *raises):
+            raise
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0][:500]
+            lines = "".join(traceback.format_exception(error)).splitlines()[-12:]
+            told = {"error": f"{type(error).__name__}: {first}", "traceback": lines}
+            rows = [{"kind": "error", "item": name} | told]
+        for row in self._out.write_all(rows):
+            is_wrong = False in (row.get("equal"), row.get("seen"))
+            self.failed |= is_wrong or row["kind"] == "error"
         for kind, group in itertools.groupby(rows, key=lambda row: row["kind"]):
             print_rows(list(group), self._columns[kind], self._console)
 

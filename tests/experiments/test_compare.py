@@ -9,7 +9,7 @@ from script_runs import models_of, rows_from
 
 import spec_jax as sj
 from experiments import compare_hf, compare_llama_cpp
-from experiments.lib import compare, hf, llama_cpp, prompts as prompts_lib
+from experiments.lib import compare, llama_cpp, prompts as prompts_lib
 from spec_jax import testing
 from spec_jax.analysis import metrics
 from spec_jax.model import eagle3_files
@@ -29,7 +29,7 @@ def oracle():
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf.processes, "usable_cores", lambda: 1)
+        patch.setattr(compare_hf.processes, "usable_cores", lambda: 1)
         yield
 
 
@@ -62,8 +62,9 @@ def test_another_target_is_told(oracle, folders, tmp_path, monkeypatch):
     other = tiny_pair.write_model(
         tmp_path / "other", tiny_pair.config(num_layers=2), seed=7
     )
-    real, draft = hf.load, folders[1]
-    monkeypatch.setattr(hf, "load", lambda *_, **how: real(other, draft, **how))
+    real, draft = compare_hf.Theirs.load, folders[1]
+    load = lambda *_, **how: real(other, draft, **how)
+    monkeypatch.setattr(compare_hf.Theirs, "load", load)
     given = command(folders, tmp_path, "--gammas", "3", "--ignore-stop")
     *_, summary = rows_from(compare_hf.main, tmp_path, given, status=2)
     assert summary["greedy_identical"] < summary["prompts"]
@@ -89,17 +90,18 @@ def test_hugging_face_does_not_stop_or_sample(oracle, folders, tmp_path):
     config = tiny_pair.config(num_layers=2)
     target = tiny_pair.write_model(tmp_path / "target", config, seed=0)
 
-    def generated(lm, method, gamma):
-        asked = {"max_tokens": 12, "stop_ids": ()}
-        return hf.generate(lm, [5, 6, 7], method=method, gamma=gamma, **asked)
+    def generated(*folders, method=compare.PLAIN, gamma=None):
+        lm = compare_hf.Theirs.load(*folders, dtype="float32")
+        run = compare.Run(side=compare_hf.THEIRS, method=method, gamma=gamma)
+        return lm.generate(run, [5, 6, 7], max_tokens=12, stop_ids=())
 
-    expected = generated(hf.load(target, None, dtype="float32"), hf.PLAIN, None)
+    expected = generated(target, None)
     assert len(expected) == 12
     own = {"eos_token_id": expected[2], "do_sample": True, "temperature": 9.0}
     (target / "generation_config.json").write_text(json.dumps(own))
-    baseline = hf.load(target, folders[1], dtype="float32")
-    for method, gamma in ((hf.PLAIN, None), (hf.DRAFT_MODEL, 3)):
-        assert generated(baseline, method, gamma) == expected
+    drafted = {"method": compare_hf.DRAFT_MODEL, "gamma": 3}
+    for how in ({}, drafted):
+        assert generated(target, folders[1], **how) == expected
     # The settings are real ones: transformers reads their stop token.
     settings = transformers.GenerationConfig.from_pretrained(target, do_sample=False)
     assert settings.eos_token_id == expected[2]
@@ -124,13 +126,13 @@ def test_rows_of_llama_cpp(folders, tmp_path, monkeypatch):
         told = {"prefill_s": 0.004, "decode_s": decode_s, "counters": counters}
         return compare.Generated(text=b"??", count=8, **told), len(prompt)
 
-    monkeypatch.setattr(llama_cpp, "check", lambda folder: None)
     monkeypatch.setattr(llama_cpp, "generate", generated)
     prompts, model = tmp_path / "prompts.txt", tmp_path / "model.gguf"
     prompts.write_text("def first(x):\nimport second\nfor i in x:")
-    model.touch()
+    for path in (model, *(tmp_path / name for name in llama_cpp.PROGRAMS)):
+        path.touch()
     given = f"--target {folders[0]} --gamma 2 --gen-tokens 8 --prompts {prompts} "
-    given += f"--llama-bin bin --no-steps --gguf {model} --repeats 2"
+    given += f"--llama-bin {tmp_path} --no-steps --gguf {model} --repeats 2"
     found = rows_from(compare_llama_cpp.main, tmp_path, given.split())
     prompts = [row for row in found if row["kind"] == "prompt"]
     ours, theirs, our_drafts, their_drafts = prompts[0]["runs"]

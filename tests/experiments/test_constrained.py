@@ -5,7 +5,7 @@ import pytest
 
 import spec_jax as sj
 from experiments import constrained
-from experiments.lib import table_rows
+from experiments.lib import published
 from spec_jax.engine import processing
 
 
@@ -35,14 +35,14 @@ def compared(lm, name, shape, temperature, **more):
 def test_rounds_are_decoding(lm):
     """Fails if draws differ; for other shapes see `engine/test_processing.py`."""
     row = compared(lm, "penalties", "chain", 0.7)
-    assert table_rows.is_equal(row) and row["tokens_compared"] == 12 * row["prompts"]
+    assert published.is_equal(row) and row["tokens_compared"] == 12 * row["prompts"]
 
 
 @pytest.mark.slow
 def test_a_difference_is_told(lm, monkeypatch):
     """Negative control: tokens change no state; a new page size compiles it."""
     monkeypatch.setattr(processing, "commit", lambda processing, *_: processing)
-    assert not table_rows.is_equal(
+    assert not published.is_equal(
         compared(lm, "JSON schema", "chain", 0.7, page_size=9)
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from script_runs import ROOT, last_line, rows_of, run_python
 
-from experiments.lib import cli, fan_out, flags, records, results, tables
+from experiments.lib import cli, fan_out, flags, records, results, tables, terminal
 
 
 def run(error: BaseException | None, **given) -> int:
@@ -134,19 +134,26 @@ def test_git_finds_changes_but_those_of_results(monkeypatch, tmp_path):
             pass
 
 
-def test_a_failure_is_a_row():
+def test_a_failure_is_a_row(tmp_path):
     """Fails if the error is raised instead, or a full disk becomes a row."""
 
     def fail(error: Exception):
         raise error
 
-    (row,) = records.guarded("b", lambda: fail(ValueError("no such shape\nand more")))
-    assert row["kind"] == "error" and row["error"] == "ValueError: no such shape"
-    assert "ValueError" in "".join(row["traceback"]) and records.is_failure(row)
-    with pytest.raises(OSError):
-        records.guarded("b", lambda: fail(OSError(28, "No space left")))
-    assert records.is_failure({"kind": "x", "equal": False})
-    assert not records.is_failure({"kind": "x", "equal": True})
+    path, columns = tmp_path / "a.jsonl", {"x": {"equal": ""}}
+    with records.JsonLines(path) as out:
+        report = lambda: tables.Report(out, terminal.console(), columns)
+        one = report()
+        one.add("b", lambda: fail(ValueError("no such shape\nand more")))
+        (row,) = rows_of(path)
+        assert row["kind"] == "error" and row["error"] == "ValueError: no such shape"
+        assert "ValueError" in "".join(row["traceback"]) and one.failed
+        with pytest.raises(OSError):
+            one.add("b", lambda: fail(OSError(28, "No space left")))
+        for is_equal in (False, True):
+            other = report()
+            other.add("c", lambda equal=is_equal: [{"kind": "x", "equal": equal}])
+            assert other.failed is not is_equal
 
 
 def multiplied(factor: int):
@@ -158,8 +165,8 @@ def test_tasks():
     """Checks tasks in this process; a worker with another version of jax is refused."""
     parser = argparse.ArgumentParser()
     flags.add(parser, "cluster")
-    fan = fan_out.of(parser.parse_args([]), multiplied, 2)
-    assert {task: [*made] for task, made in fan(multiplied(2), [3])} == {3: [6]}
+    done = fan_out.each(parser.parse_args([]), [3], multiplied(2), multiplied, 2)
+    assert {task: [*made] for task, made in done} == {3: [6]}
     assert fan_out.call(fan_out.Job(make=multiplied, values=(2,)), 3) == [6]
     other = fan_out.Job(make=multiplied, values=(2,), place={"jax_version": "0.0"})
     with pytest.raises(ValueError, match="jax_version of a worker is .* '0.0', which"):

@@ -8,11 +8,11 @@ import signal
 import threading
 
 import pytest
-from script_runs import rows_of
+from script_runs import ROOT, rows_of
 from slow_cases import slow
 
 from experiments import exactness, gpu_report
-from experiments.lib import processes, subjects, suite_plan
+from experiments.lib import pages, processes, subjects, suite_plan
 
 
 @pytest.fixture
@@ -116,10 +116,10 @@ TINY = {
 def test_calls_of_a_tiny_model(tmp_path, no_gpu, monkeypatch):
     """Fails if a call needs its own process, or runs what was not compiled ahead."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)  # The tests set it.
-    words = gpu_report._WORDS + "\n".join(map(": ".join, TINY.items()))
-    monkeypatch.setattr(gpu_report, "_WORDS", words)
-    patient = re.sub(r"\| \d+ \|", "| 9000 |", gpu_report._CALLS)
-    monkeypatch.setattr(gpu_report, "_CALLS", patient)
+    page = pages.sections(ROOT / "experiments/gpu_report.md")
+    page["words"] += "\n".join(map(": ".join, TINY.items()))
+    page["calls"] = re.sub(r"\| \d+ \|", "| 9000 |", page["calls"])
+    monkeypatch.setattr(pages, "sections", lambda _: page)
     only = ("--only", " (steps 0.6b|eagle3)$", "--budget", "36000")
     args = gpu_report.parse_args(["--out", str(tmp_path), *only])
     assert gpu_report.run_all(args) == gpu_report.DONE

@@ -11,7 +11,7 @@ import safetensors.numpy
 from head_runs import BLOCKS, args_of, job_of
 from model import eagle3_oracle as oracle
 
-from experiments.heads import jobs
+from experiments.heads import families, jobs
 from spec_jax.model import (
     checkpoint_files as files,
     eagle3_files,
@@ -108,10 +108,10 @@ def test_a_normalizer_stands_for_the_logits_of_the_whole_vocabulary(target, work
     args = args_of(target, work, *BLOCKS)
     job = jobs.prepare(args)
     rows = np.arange(4)
-    drawn = job.family.draw(args, job.config, job.hot)(job.online[rows], rows, 0)
+    drawn = families.draw_of(args, job.config, job.hot)(job.online[rows], rows, 0)
     batch = jax.tree.map(jnp.asarray, drawn)
     params = heads.complete(jobs.init(args, job), job.teacher)
-    told = job.family.of_loss(args)
+    told = families.of_loss(args)
     loss = lambda batch: job.family.training.loss(
         job.config, params, batch, job.teacher, **told
     )

@@ -112,4 +112,4 @@ def test_a_chat_is_not_cut(target, tmp_path, capsys):
     option = [*long, "--chat-option", '{"tools": [7]}']
     args = args_of(folder, tmp_path, *option, stage="rollouts")
     shown = tokenizer.load(folder).encode("[7]")
-    assert train_drafter.writer_of(args).prompts[0][-len(shown) :] == shown
+    assert rollouts.writer_of(args).prompts[0][-len(shown) :] == shown

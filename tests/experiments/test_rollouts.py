@@ -1,5 +1,6 @@
 """Texts and prompts that the target writes: resuming, ends, padding, and choices."""
 
+import argparse
 import dataclasses
 import json
 import re
@@ -43,13 +44,17 @@ def writer(**changes) -> rollouts.Writer:
     return rollouts.Writer(**settings | changes)
 
 
+def written(one: rollouts.Writer, folder) -> list[list[int]]:
+    return rollouts.write(argparse.Namespace(work=folder, ray=None), one)
+
+
 def test_a_killed_run_goes_on_with_the_texts_that_are_missing(
     tmp_path, monkeypatch, capsys
 ):
     """Fails if texts are lost or written twice, or half a line is read."""
     monkeypatch.setattr(terminal, "INTERVAL_S", 0.0)
     one = writer()
-    whole = rollouts.write(one, tmp_path)
+    whole = written(one, tmp_path)
     said = re.findall(r"texts: .* (\d+)/", capsys.readouterr().err.replace("\r", "\n"))
     assert said == [str(done) for done in range(COUNT + 1)]
     assert all(len(text) == LENGTH - PREFIX for text in whole)
@@ -64,23 +69,23 @@ def test_a_killed_run_goes_on_with_the_texts_that_are_missing(
 
     monkeypatch.setattr(rollouts.Writer, "__call__", counted)
     kept.write_bytes(b"".join(lines[:4]) + lines[4][:-3])
-    assert rollouts.write(one, tmp_path) == whole
+    assert written(one, tmp_path) == whole
     assert len(asked) == COUNT - 4
     # With more prompts, only the texts that are missing are written.
     asked.clear()
     more = writer(prompts=[*one.prompts, [1, 2, 3]], seeds=[*one.seeds, 9])
-    assert rollouts.write(more, tmp_path)[:COUNT] == whole and asked == [COUNT]
+    assert written(more, tmp_path)[:COUNT] == whole and asked == [COUNT]
     # Negative control: a text that was changed in the file is not written anew.
     key, tokens = json.loads(lines[0])
     changed = [key, [(token + 1) % CONFIG.vocab_size for token in tokens]]
     kept.write_text(json.dumps(changed) + "\n")
-    assert changed[1] in rollouts.write(one, tmp_path)
+    assert changed[1] in written(one, tmp_path)
 
 
 def test_texts_end_at_the_stop_token_which_is_kept(tmp_path):
-    (first, *_) = rollouts.write(writer(), tmp_path)
+    (first, *_) = written(writer(), tmp_path)
     stop = first[3]
-    (ended, *_) = rollouts.write(writer(stop_ids=(stop,)), tmp_path)
+    (ended, *_) = written(writer(stop_ids=(stop,)), tmp_path)
     assert ended == first[: first.index(stop) + 1]
 
 

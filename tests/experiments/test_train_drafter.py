@@ -208,7 +208,7 @@ def test_ablations_of_blocks(target, work):
         args = args_of(target, work, *whole)
         job = jobs.prepare(args)
         assert [getattr(job.config, name) for name in names] == expected, flags
-        assert job.family.of_loss(args)["terms"] == terms
+        assert families.of_loss(args)["terms"] == terms
         if flags == "dflash2":
             assert (job.config.top_k, job.config.conv_group) == (16, 16)
 
