@@ -123,13 +123,12 @@ class SlotForced(slots_lib.OfSlots):
             kept=memory.kept.at[slot, :size].set(params.kept),
         )
 
-    def _propose(self, params, memory, tokens, length, gamma, sampling, processing):
+    def propose(self, params, memory, *, tokens, length, gamma, sampling):
         """Proposes as many tokens as `inner` does, of which `kept` are right.
 
         The tokens of `inner` are not used, but their K/V stay in the memory, so that
         all of the draft is computed.
         """
-        del processing
         asked = {"tokens": tokens, "length": length, "gamma": gamma}
         inner, found = self.inner.propose(
             params, memory.inner, **asked, sampling=sampling
