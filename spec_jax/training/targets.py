@@ -150,7 +150,7 @@ class Outputs:
         return self.texts.columns
 
     def part(self, rows: slice) -> "Outputs":
-        """As `Texts.part`."""
+        """Returns the outputs of some of the texts, as `Texts.part`."""
         return dataclasses.replace(self, texts=self.texts.part(rows))
 
     def rows_of(self, row: int) -> np.ndarray:
