@@ -20,5 +20,5 @@ def argmax(
     if impl == "native":
         return calls.argmax(logits, num_active=num_active)
     if impl in dispatch.PALLAS:
-        return dispatch.kernel("argmax")(logits, num_active=num_active)
+        return dispatch.kernel("argmax", impl)(logits, num_active=num_active)
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -84,10 +84,14 @@ def is_fused(impl: str) -> bool:
     return impl == "native"
 
 
-def kernel(name: str, function: str | None = None) -> Callable:
-    """Returns a function of `pallas/{name}_triton`; None: of the same name."""
+def kernel(name: str, impl: str, function: str | None = None) -> Callable:
+    """Returns a function of `pallas/{name}_triton`, None: of the same name, whose
+    kernels are interpreted if `impl`, one of `PALLAS`, says so."""
+    from spec_jax.pallas import launch
+
     module = importlib.import_module(f"spec_jax.pallas.{name}_triton")
-    return getattr(module, function or name)
+    of_impl = launch.interpreted(impl == "interpret")
+    return of_impl(getattr(module, function or name))
 
 
 def slab_rows(impl: str) -> int | None:

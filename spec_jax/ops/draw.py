@@ -135,7 +135,7 @@ def log_softmax(
 def row_sums(x: Float32[Array, "*rows V"], *, impl: str) -> Float32[Array, "*rows"]:
     """Returns the sum of each row."""
     rows = x.reshape(-1, x.shape[-1])
-    return dispatch.kernel("row_sums")(rows).reshape(x.shape[:-1])
+    return dispatch.kernel("row_sums", impl)(rows).reshape(x.shape[:-1])
 
 
 def _weights(logits, at, settings, positions, draws, impl, *, with_noise):
@@ -145,7 +145,7 @@ def _weights(logits, at, settings, positions, draws, impl, *, with_noise):
             f"impl={impl!r} has no kernels that draw: use rules.sampling.sample_each"
         )
     highest = jnp.take_along_axis(logits, at[:, None], axis=1)[:, 0]
-    kernel = dispatch.kernel("noisy_weights")
+    kernel = dispatch.kernel("noisy_weights", impl)
     given = logits, highest, settings, positions, draws
     return kernel(*given, with_noise=with_noise)
 

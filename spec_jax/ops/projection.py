@@ -56,7 +56,7 @@ def add(
       norm: weight of the RMSNorm that follows, with `eps`.
     """
     if impl in dispatch.PALLAS and not isinstance(w, weights.Split):
-        kernel = dispatch.kernel("skinny_gemm", "add")
+        kernel = dispatch.kernel("skinny_gemm", impl, "add")
         given = y, weights.of_kernels(w, impl), x, norm
         x, normed = kernel(*given, num_active=num_active, eps=eps)
         return Residual(x=x, normed=normed)
@@ -145,7 +145,7 @@ def by_kernels(
     which takes `how`, too."""
     if norm is not None:
         x = rms_norm.row_norm(x, norm, num_active=num_active, eps=eps, impl=impl)
-    kernel = dispatch.kernel("skinny_gemm", "project")
+    kernel = dispatch.kernel("skinny_gemm", impl, "project")
     return kernel(x, weights.of_kernels(w, impl), num_active=num_active, **how)
 
 

@@ -39,5 +39,5 @@ def row_norm(
     """
     if impl not in dispatch.PALLAS:
         return rms_norm(x, weight, eps=eps)
-    kernel = dispatch.kernel("rms_norm")
+    kernel = dispatch.kernel("rms_norm", impl)
     return kernel(x, weight, num_active=num_active, eps=eps)

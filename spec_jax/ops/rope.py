@@ -123,7 +123,7 @@ def row_angles(
     """Does as `angles` for a slab, by the kernels of `impl` if it has them."""
     if impl not in dispatch.PALLAS:
         return angles(positions, inv_freq, scale=scale, dtype=dtype)
-    kernel = dispatch.kernel("angles")
+    kernel = dispatch.kernel("angles", impl)
     return kernel(positions, inv_freq, scale=scale, dtype=jnp.dtype(dtype))
 
 

@@ -74,7 +74,7 @@ def row_attention(
         sees["branch"] = None  # All keys of a run lie at their positions.
     if impl in dispatch.PALLAS:
         sees["places"] = None if block is None else places
-        kernel = dispatch.kernel("row_attention", "attend")
+        kernel = dispatch.kernel("row_attention", impl, "attend")
         return kernel(*inputs, **sees, eps=eps)
     K, H = k_pages.shape[2:]
     split = heads.reshape(heads.shape[0], -1, H)

@@ -121,7 +121,7 @@ def append_each(
       each `[num_rows]`, slot after slot. Later entries are unspecified.
     """
     if impl in dispatch.PALLAS and kv.counts is None:
-        kernel = dispatch.kernel("allocation", "append_each")
+        kernel = dispatch.kernel("allocation", impl, "append_each")
         return kernel(kv, up_to, counts, num_rows=num_rows)
     starts, asked = up_to - counts, counts > 0
     kv = kv.replace(refused=kv.refused | (asked & (starts != kv.length)))
@@ -154,7 +154,7 @@ def truncate_each(
       impl: of `dispatch`; those with kernels have one for all of this.
     """
     if impl in dispatch.PALLAS and kv.counts is None:
-        return dispatch.kernel("allocation", "truncate_each")(kv, new_len, asked)
+        return dispatch.kernel("allocation", impl, "truncate_each")(kv, new_len, asked)
     valid = asked & (new_len >= 0) & (new_len <= kv.length)
     if kv.counts is not None:
         valid &= ~jax.vmap(_cuts_shared, (None, 0, 0))(kv, kv.page_table, new_len)

@@ -9,9 +9,11 @@ the time that a launch takes.
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization
 """
 
+import contextlib
+import contextvars
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,6 +26,8 @@ VARIABLE = "SPEC_JAX_EARLY_LAUNCH"
 """Environment variable: 0 turns early launches off, to measure their worth."""
 
 IS_EARLY = os.environ.get(VARIABLE, "1") != "0"
+
+_interpreted = contextvars.ContextVar[bool | None]("interpreted", default=None)
 
 _RELEASE = "griddepcontrol.launch_dependents; mov.b32 $0, $1;"
 
@@ -75,9 +79,20 @@ def _shape_of(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
+@contextlib.contextmanager
+def interpreted(is_so: bool) -> Iterator[None]:
+    """Decides whether kernels that are traced within are interpreted, or compiled."""
+    token = _interpreted.set(is_so)
+    try:
+        yield
+    finally:
+        _interpreted.reset(token)
+
+
 def is_interpreted() -> bool:
-    """Returns whether kernels are interpreted: anywhere but on a GPU."""
-    return jax.default_backend() != "gpu"
+    """Returns whether kernels are interpreted: by default anywhere but on a GPU."""
+    is_so = _interpreted.get()
+    return jax.default_backend() != "gpu" if is_so is None else is_so
 
 
 def released(number: jax.Array | int) -> jax.Array:

@@ -31,6 +31,7 @@ import jax
 import ptxas_log
 
 from spec_jax import compilation
+from spec_jax.pallas import launch
 
 
 DEVICE = "NVIDIA H100 80GB HBM3"
@@ -247,8 +248,10 @@ def _compile(build, args, kwargs) -> Report:
     )
     jit = compilation.jit if program.is_exact else jax.jit
     jitted = jit(program.fn, donate_argnums=program.donate)
-    with lowering_for(device.device_kind), as_on_a_gpu():
-        lowered = jitted.trace(*shapes).lower(lowering_platforms=("cuda",))
+    with mock.patch.object(jax, "default_backend", lambda: "gpu"):
+        trace = jitted.trace  # It has the options of a GPU.
+    with lowering_for(device.device_kind), launch.interpreted(False):
+        lowered = trace(*shapes).lower(lowering_platforms=("cuda",))
     compiled = lowered.compile(compiler_options={"xla_dump_to": str(dump)})
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     (told,) = dump.glob("*jit_*.debug_options")
@@ -276,11 +279,6 @@ def lowering_for(device_kind: str) -> Iterator[None]:
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=abstract)
     with jax.sharding.use_abstract_mesh(mesh):
         yield
-
-
-def as_on_a_gpu():
-    """Makes what is traced have the options and the kernels of a GPU."""
-    return mock.patch.object(jax, "default_backend", lambda: "gpu")
 
 
 def _thunks(text: str) -> Iterator[Thunk]:

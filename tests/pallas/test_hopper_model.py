@@ -241,7 +241,7 @@ def of_a_layer(build, change=lambda program: program) -> float:
     counts = []
     for layers in (1, 3):
         program = change(build("qwen3-8b", layers=layers))
-        with hopper.lowering_for(hopper.DEVICE), hopper.as_on_a_gpu():
+        with hopper.lowering_for(hopper.DEVICE):
             traced = jax.jit(program.fn).trace(*program.args)
         counts.append(len(str(traced.jaxpr).splitlines()))
     return (counts[1] - counts[0]) / 2
