@@ -32,14 +32,10 @@ import jaxlib.version
 
 
 _FOLDER = pathlib.Path(__file__).parent
-SOURCES = (
-    *sorted(path.name for path in _FOLDER.iterdir() if path.suffix in (".h", ".cc")),
-)
-TARGETS = (
-    *re.findall(
-        r"XLA_FFI_DEFINE_HANDLER_SYMBOL\(\s*(\w+),",
-        (_FOLDER / "kernels.cc").read_text(encoding="utf-8"),
-    ),
+SOURCES = sorted(x.name for x in _FOLDER.iterdir() if x.suffix in (".h", ".cc"))
+TARGETS = re.findall(
+    r"XLA_FFI_DEFINE_HANDLER_SYMBOL\(\s*(\w+),",
+    (_FOLDER / "kernels.cc").read_text(encoding="utf-8"),
 )
 """The symbols of `kernels.cc` that XLA calls."""
 
@@ -104,10 +100,8 @@ def cpu_features() -> frozenset[str]:
         text = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return frozenset()
-    for line in text.splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()
+    flags = re.search(r"^flags[^:]*:(.*)", text, re.MULTILINE)
+    return frozenset(flags[1].split() if flags else ())
 
 
 def available_isas() -> tuple[str, ...]:
@@ -143,20 +137,13 @@ def load(isa: str | None = None) -> str:
         the result, or an instruction set that this machine lacks.
     """
     global _in_use
-    is_default = isa is None
-    if is_default:
-        isa = _default()
-    if isa not in ISA_FLAGS:
-        raise ValueError(f"{isa=} is not one of {', '.join(ISA_FLAGS)}")
-    if isa not in available_isas():
-        raise BuildError(
-            f"this machine cannot run {isa} code, only {', '.join(available_isas())}"
-        )
+    chosen = _default() if isa is None else isa
+    _check(f"isa={chosen!r}", chosen, BuildError)
     with _loading:
-        _load(isa)
-        if is_default:
-            _in_use = isa
-    return isa
+        _load(chosen)
+        if isa is None:
+            _in_use = chosen
+    return chosen
 
 
 def choose(isa: str) -> None:
@@ -184,14 +171,19 @@ def _default() -> str:
     return _in_use or chosen or _widest(find_compiler())
 
 
-def _check_choice(what: str, isa: str) -> None:
-    """Raises unless `isa` is known and available; `what` names it in the message."""
+def _check(what: str, isa: str, error: type[Exception]) -> None:
+    """Raises unless `isa` is known, and `error` unless this machine has it; `what`
+    names it in the message."""
     if isa not in ISA_FLAGS:
         raise ValueError(f"{what} is not one of {', '.join(ISA_FLAGS)}")
     if isa not in available_isas():
-        raise ValueError(
-            f"{what}: this machine lacks it; it has {', '.join(available_isas())}"
-        )
+        names = ", ".join(available_isas())
+        raise error(f"{what}: this machine lacks it; it has {names}")
+
+
+def _check_choice(what: str, isa: str) -> None:
+    """Raises unless all kernels can be of `isa`."""
+    _check(what, isa, ValueError)
     if _in_use not in (None, isa):
         raise ValueError(
             f"{what}: kernels for {_in_use} have been loaded; choose an instruction "
@@ -304,23 +296,15 @@ def _open_from(
 ) -> ctypes.CDLL:
     """Opens a cache folder's library; builds it there if it is missing."""
     _make_private(folder)
-    path = _find(folder, prefix)
-    if path:
-        library = ctypes.CDLL(str(path))
-        if not _missing(library):
-            return library
-        path.unlink(missing_ok=True)
-    library = ctypes.CDLL(str(_compile(compiler, isa, folder, prefix)))
-    missing = _missing(library)
+    path = _find(folder, prefix) or _compile(compiler, isa, folder, prefix)
+    library = ctypes.CDLL(str(path))
+    missing = [target for target in TARGETS if not hasattr(library, target)]
     if missing:
+        path.unlink(missing_ok=True)
         raise BuildError(
             f"{shlex.join(compiler)} wrote a library without {', '.join(missing)}"
         )
     return library
-
-
-def _missing(library: ctypes.CDLL) -> list[str]:
-    return [target for target in TARGETS if not hasattr(library, target)]
 
 
 def _cache_folders() -> Iterator[pathlib.Path]:
@@ -383,7 +367,6 @@ def _compile(
         with contextlib.suppress(FileNotFoundError):
             if time.time() - left.stat().st_mtime > 3600:
                 shutil.rmtree(left, ignore_errors=True)
-    sources = pathlib.Path(__file__).parent
     with tempfile.TemporaryDirectory(dir=folder, suffix=".partial") as scratch:
         partial = pathlib.Path(scratch) / "kernels.so"
         command = [
@@ -391,7 +374,7 @@ def _compile(
             *FLAGS,
             *_flags_of(tuple(compiler), isa),
             f"-I{jax.ffi.include_dir()}",
-            str(sources / "kernels.cc"),
+            str(_FOLDER / "kernels.cc"),
             "-o",
             str(partial),
         ]
@@ -419,8 +402,7 @@ def _key(compiler: Sequence[str], isa: str) -> str:
         jaxlib.version.__version__,
         platform.machine(),
     )
-    sources = pathlib.Path(__file__).parent
-    texts = ((sources / name).read_text(encoding="utf-8") for name in SOURCES)
+    texts = ((_FOLDER / name).read_text(encoding="utf-8") for name in SOURCES)
     for fact in (*facts, *texts):
         digest.update(fact.encode() + b"\0")
     return digest.hexdigest()[:20]

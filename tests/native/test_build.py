@@ -113,8 +113,8 @@ def test_the_key_holds_all_that_decides_bits(home, compiler, monkeypatch, tmp_pa
             patch.setattr(owner, name, changed)
             keys.append(key(path))
     copies = tmp_path / "native"
-    shutil.copytree(pathlib.Path(build.__file__).parent, copies)
-    monkeypatch.setattr(build, "__file__", str(copies / "build.py"))
+    shutil.copytree(build._FOLDER, copies)
+    monkeypatch.setattr(build, "_FOLDER", copies)
     for name in build.SOURCES:
         text = (copies / name).read_text()
         (copies / name).write_text(f"{text} ")
