@@ -170,8 +170,8 @@ class Walk:
         self.kv = after = jax.tree.map(np.asarray, after)
         outcome = getattr(self.model, name)(slot, *numbers, *rows)
 
-        page_tables.check_integrity(after)
         assert self._tables() == self._expected_tables(slot, outcome)
+        page_tables.check_integrity(after)
         if outcome != "done":
             flags = {"refused": before.refused, "out_of_pages": before.out_of_pages}
             testing.assert_same_bits(after.replace(**flags), before, what=name)
