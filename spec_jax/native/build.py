@@ -357,8 +357,8 @@ def _compile(
     compiler: Sequence[str], isa: str, folder: pathlib.Path, prefix: str
 ) -> pathlib.Path:
     logging.getLogger(__name__).warning(
-        "building the native kernels for %s with %s, once, in about 15 s; they are "
-        "kept in %s",
+        "building the native kernels for %s with %s, once, in about half a minute; "
+        "they are kept in %s",
         isa,
         shlex.join(compiler),
         folder,

@@ -184,7 +184,7 @@ inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
   out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(odd[0], odd[1]));
   out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(odd[0], odd[1]));
 }
-inline void prefetch_address(uintptr_t address) {
+[[gnu::always_inline]] inline void prefetch_address(uintptr_t address) {
   _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T1);
 }
 #if defined(SPEC_JAX_INTRINSICS)
@@ -259,7 +259,7 @@ inline Vec pow2(Vec n) {
 inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
   transpose_eight(rows, at, out);
 }
-inline void prefetch_address(uintptr_t address) {
+[[gnu::always_inline]] inline void prefetch_address(uintptr_t address) {
   _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T1);
 }
 template <typename V>
@@ -337,8 +337,9 @@ inline void store_words(T* p, V x) {
 
 // A hint to fetch what lies `bytes` past `p`, which may be past the end of the array:
 // no pointer is formed to it. As far as the second cache: the first has half as many
-// lines on their way, and they would be gone from it before their turn.
-inline void prefetch(const void* p, int64_t bytes) {
+// lines on their way, and they would be gone from it before their turn. (GCC leaves out
+// calls of a function that only prefetches, unless it was inlined before it looks.)
+[[gnu::always_inline]] inline void prefetch(const void* p, int64_t bytes) {
   prefetch_address(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes));
 }
 
