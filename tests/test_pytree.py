@@ -34,7 +34,7 @@ class Twin(pytree.Node):
 
 
 class Child(Inner):
-    """A subclass without fields of its own, as `StaticKV` is of `PagedKV`."""
+    """A subclass without fields of its own."""
 
 
 @pytest.mark.parametrize("other", [Twin, Child])

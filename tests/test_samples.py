@@ -260,4 +260,4 @@ def test_pages_of_all_slots_are_not_bounded(lm):
         dataclasses.replace(run.scheduler, num_pages=99)
     target = dataclasses.replace(lm.target, cache="static")
     with pytest.raises(ValueError, match="a static cache has its pages by slot"):
-        target.new_slots(2, capacity=8, page_size=4, shares=True)
+        target.new_cache(2, capacity=8, page_size=4, shares=True)

@@ -240,8 +240,8 @@ def _attend_at_once(q, kv, number, positions):
     # Positions that were never written may hold NaN, and 0 * NaN is NaN.
     is_written = (jnp.arange(T) <= positions[-1])[:, None, None]
     keys, values = (
-        jnp.where(is_written, pool, 0)
-        for pool in cache.gather(kv, number, row_model.SLOT, T)
+        jnp.where(is_written, pool[kv.page_table[row_model.SLOT]].reshape(T, -1, H), 0)
+        for pool in (kv.k[number], kv.v[number])
     )
     K = keys.shape[1]
     scores = sequence.einsum("rkgh,tkh->kgrt", q.reshape(R, K, N // K, H), keys)

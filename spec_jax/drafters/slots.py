@@ -63,7 +63,7 @@ def new_cache(
     slots = dataclasses.replace(slots, model=dataclasses.replace(model, config=config))
     how |= {"capacity": capacity, "page_size": page_size}
     if kept is not None and kept < capacity:
-        return slots.model.new_slots(slots.num_slots, kept=kept, **how)
+        return slots.model.new_cache(slots.num_slots, kept=kept, **how)
     if slots.model.cache == "static":
         num_pages = None  # It counts the target's pages; there is no pool here.
     return slots.new_cache(num_pages=num_pages, **how)

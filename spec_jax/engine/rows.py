@@ -69,37 +69,9 @@ class SlotRows(target_lib.Target):
         """The most columns of a window of a chain."""
         return dispatch.most_rows(self.model.impl) or self.model.slab
 
-    def new_cache(
-        self,
-        *,
-        capacity: int,
-        page_size: int,
-        num_pages: int | None = None,
-        shares: bool = False,
-    ) -> paged.PagedKV:
-        """Allocates an empty cache.
-
-        Args:
-          capacity: positions of each slot, or a little more.
-          num_pages: of all slots together; None is enough for all of them in full. A
-            static cache has no other choice.
-          shares: whether slots may begin with pages of others, see `share`.
-
-        Raises:
-          ValueError: as `RowModel.new_slots`.
-        """
-        if self.model.cache == "static" and num_pages is not None:
-            raise ValueError(
-                "a static cache has its pages by slot: leave num_pages out, or use "
-                "cache='paged'"
-            )
-        return self.model.new_slots(
-            self.num_slots,
-            capacity=capacity,
-            page_size=page_size,
-            num_pages=num_pages,
-            shares=shares,
-        )
+    def new_cache(self, **sizes: Any) -> paged.PagedKV:
+        """Allocates an empty cache; takes and raises as `RowModel.new_cache`."""
+        return self.model.new_cache(self.num_slots, **sizes)
 
     def share(
         self, kv: paged.PagedKV, source: int, slot: int, length: int

@@ -24,7 +24,7 @@ from spec_jax.model import (
     params as params_lib,
 )
 from spec_jax.ops import argmax, dispatch, draw as draw_op, weights
-from spec_jax.paging import allocator, cache as paged, index, static
+from spec_jax.paging import allocator, cache as paged, index
 from spec_jax.parallel import shard
 from spec_jax.typing import check_impl
 
@@ -76,8 +76,8 @@ class RowModel:
         attribute then names what was chosen.
       slab: rows of every call, active or padding: at least the longest window, or the
         height that `impl` fixes. `slab_for` returns it.
-      cache: what `new_cache` allocates, `PagedKV` or `StaticKV`. No bit of a row
-        depends on it, and every method takes either.
+      cache: what `new_cache` allocates. No bit of a row depends on it, and every
+        method takes either.
       layout: how a model lies on a mesh; `load.load` must get the same one. None: on
         one device.
 
@@ -108,17 +108,9 @@ class RowModel:
         if self.layout is not None:
             load_shards.check(self.config, self.layout)
 
-    def new_cache(self, *, capacity: int, page_size: int) -> paged.PagedKV:
-        """Makes a cache of one slot, of `capacity` positions or a little more.
-
-        Raises:
-          ValueError: as `new_slots`.
-        """
-        return self.new_slots(1, capacity=capacity, page_size=page_size)
-
-    def new_slots(
+    def new_cache(
         self,
-        num_slots: int,
+        num_slots: int = 1,
         *,
         capacity: int,
         page_size: int,
@@ -126,7 +118,7 @@ class RowModel:
         shares: bool = False,
         kept: int | None = None,
     ) -> paged.PagedKV:
-        """Makes an empty cache for several sequences.
+        """Makes an empty cache for one sequence or several.
 
         Args:
           capacity: positions of each slot, or a little more.
@@ -138,7 +130,7 @@ class RowModel:
 
         Raises:
           ValueError: a size below one, pages of more positions than the model has,
-            fewer pages than slots, or a static cache that shares.
+            fewer pages than slots, or a static cache with `num_pages` or `shares`.
         """
         if capacity < 1:
             raise ValueError(f"{capacity=} must be at least 1")
@@ -146,13 +138,14 @@ class RowModel:
         positions = max(self.config.max_position_embeddings, SHORT)
         index.check_page_size(page_size, num_positions=positions)
         pages_per_slot = index.pages_for(capacity, page_size)
+        is_static = self.cache == "static"
+        if is_static and (shares or num_pages is not None):
+            raise ValueError(
+                "a static cache has its pages by slot, and shares none: leave shares "
+                "and num_pages out, or use cache='paged'"
+            )
         if num_pages is None:
             num_pages = num_slots * pages_per_slot
-        if shares and self.cache == "static":
-            raise ValueError(
-                "a static cache has its pages by slot, and shares none: use "
-                "cache='paged'"
-            )
         sizes: dict[str, Any] = {
             "num_layers": self.config.num_layers,
             "num_slots": num_slots,
@@ -164,10 +157,9 @@ class RowModel:
         }
         if kept is not None:
             sizes["kept"] = index.pages_for(kept, page_size)
-        is_static = self.cache == "static" or kept is not None
-        if not is_static:
+        elif not is_static:
             sizes |= {"num_pages": num_pages, "shares": shares}
-        return _new_slots(is_static, self.layout, tuple(sizes.items()))
+        return _new_cache(self.layout, tuple(sizes.items()))
 
     def forward_rows(
         self,
@@ -290,11 +282,10 @@ class RowModel:
         return draw_op.sums(self.impl)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _new_slots(is_static, layout, sizes):
-    """Makes slots by one program: calls for each array cost more than a prompt."""
-    make: Any = static.init if is_static else paged.init
-    kv = make(**dict(sizes))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _new_cache(layout, sizes):
+    """Makes a cache by one program: calls for each array cost more than a prompt."""
+    kv = paged.init(**dict(sizes))
     if layout is None:
         return kv
     return jax.lax.with_sharding_constraint(

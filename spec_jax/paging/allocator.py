@@ -2,8 +2,8 @@
 
 Every operation takes a state value and returns a new one, works inside `jit` and
 `while_loop`, and touches the page table only, never the pages (but for `share`, which
-copies one): its cost is one pass over a few integers a page. In a `static.StaticKV` a
-slot has its pages for good, and operations change lengths and flags alone.
+copies one): its cost is one pass over a few integers a page. In a static cache a slot
+has its pages for good, and operations change lengths and flags alone.
 
 An invalid request sets `refused[slot]` and changes nothing else; of a slot that does
 not exist, every slot's is set.

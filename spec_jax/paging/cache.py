@@ -4,9 +4,15 @@ Functions here know pages, slots and positions; they know neither models nor
 speculation. `allocator` changes which slot owns a page; functions here store bytes.
 For a slot of length `n` the interval `[0, n)` holds valid keys and values,
 `[n, num_owned * C)` is owned and holds bytes that mean nothing.
-"""
 
-from typing import ClassVar
+In a static cache slot `s` owns the pages `[s * M, (s + 1) * M)` for good, in order: a
+pool `[S * M, C, K, H]` read as `[S, T, K, H]`, `T = M * C`, is a cache by slot and
+position. Code that reads or writes pages finds these by the page table, as any others;
+`allocator` moves none, and truncation moves a length and nothing else. The price is
+memory for `T` positions of every slot, used or not. A ring has memory for the last
+positions alone: its table repeats `kept` pages, so that a position overwrites the one
+that lies `kept` pages before it, which must not be read from then on.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +52,8 @@ class PagedKV(pytree.Node):
     out_of_pages: jax.Array  # [S] bool, a reservation found no page
     refused: jax.Array  # [S] bool, an operation was invalid and changed nothing
 
-    has_shared_pool: ClassVar[bool] = True
-    """Whether `allocator` moves pages between slots and the free stack."""
+    # Whether `allocator` moves pages between slots and the free stack: not if static.
+    has_shared_pool: bool = pytree.static(default=True)
 
     @property
     def num_slots(self) -> int:
@@ -71,25 +77,31 @@ def init(
     *,
     num_layers: int,
     num_slots: int,
-    num_pages: int,
     page_size: int,
     pages_per_slot: int,
     num_kv_heads: int,
     head_dim: int,
     dtype: str,
+    num_pages: int | None = None,
     shares: bool = False,
-    kind: type[PagedKV] = PagedKV,
+    kept: int | None = None,
 ) -> PagedKV:
     """Makes an empty cache, in which each slot has its first page.
 
     Args:
-      kind: the class.
-      shares: whether it counts the owners of pages, as `allocator.share` requires.
+      num_pages: of all slots together; None: a static cache, whose slots have all
+        their pages.
+      shares: whether a pool counts the owners of pages, as `allocator.share` requires.
+      kept: pages that a slot of a ring owns; None: `pages_per_slot`, and no ring.
 
     Raises:
       ValueError: a size below one, fewer pages than slots, or a page table wider than
         the pool.
     """
+    is_static = num_pages is None
+    kept = pages_per_slot if kept is None else min(kept, pages_per_slot)
+    if num_pages is None:
+        num_pages = num_slots * kept
     sizes = {
         "num_layers": num_layers,
         "num_slots": num_slots,
@@ -106,7 +118,7 @@ def init(
         raise ValueError(
             f"{num_pages=} is fewer than {num_slots=}, and every slot has a page"
         )
-    if pages_per_slot > num_pages:
+    if kept > num_pages:
         raise ValueError(f"{pages_per_slot=} exceeds {num_pages=}")
     # Not `jnp.empty`: it is uninitialised from jax 0.11 on.
     shape = (num_pages, page_size, num_kv_heads, head_dim)
@@ -114,7 +126,7 @@ def init(
     stack = jnp.arange(num_pages - 1, -1, -1, dtype=jnp.int32)
     owners = (stack[::-1] < num_slots).astype(jnp.int32)
     table = jnp.full((num_slots, pages_per_slot), num_pages, jnp.int32)
-    return kind(
+    kv = PagedKV(
         k=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
         v=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
         page_table=table.at[:, 0].set(jnp.arange(num_slots, dtype=jnp.int32)),
@@ -125,6 +137,16 @@ def init(
         counts=owners if shares else None,
         out_of_pages=jnp.zeros((num_slots,), bool),
         refused=jnp.zeros((num_slots,), bool),
+        has_shared_pool=not is_static,
+    )
+    if not is_static:
+        return kv
+    firsts = kept * jnp.arange(num_slots, dtype=jnp.int32)[:, None]
+    return kv.replace(
+        page_table=firsts + jnp.arange(pages_per_slot, dtype=jnp.int32)[None] % kept,
+        num_owned=jnp.full((num_slots,), pages_per_slot, jnp.int32),
+        free_pages=jnp.full((num_pages,), num_pages, jnp.int32),
+        num_free=jnp.int32(0),
     )
 
 
@@ -184,21 +206,3 @@ def replace_layer(kv: PagedKV, layer: int, *, k: jax.Array, v: jax.Array) -> Pag
         return (*pools[:layer], pool, *pools[layer + 1 :])
 
     return kv.replace(k=put(kv.k, k), v=put(kv.v, v))
-
-
-@typed
-def gather(
-    kv: PagedKV, layer: int, slot: int, length: int
-) -> tuple[Float[Array, "length K H"], Float[Array, "length K H"]]:
-    """Reads K/V `[0, length)` of a slot in order: for tests and inspection.
-
-    Positions on pages that the slot does not own read as NaN.
-    """
-    positions = jnp.arange(length, dtype=jnp.int32)
-    slots = jnp.full_like(positions, slot)
-    pages, offsets = page_write.locate(kv.page_table, kv.page_size, slots, positions)
-
-    def read(pool: jax.Array) -> jax.Array:
-        return pool.at[pages, offsets].get(mode="fill", fill_value=jnp.nan)
-
-    return read(kv.k[layer]), read(kv.v[layer])

@@ -25,7 +25,6 @@ from spec_jax.drafters import (
     tree_shapes,
 )
 from spec_jax.engine import checks
-from spec_jax.paging import static
 from spec_jax.rules import sampling as sampling_lib
 
 
@@ -242,7 +241,7 @@ def test_a_ring_has_pages_for_its_window_alone():
     with pytest.raises(ValueError, match="slots \\[1\\] do not own"):
         decoding.check_cache(kv.replace(page_table=kv.page_table.at[1, 5].set(0)))
     mixed = each.lift(heads.make("mixed"), 3)
-    assert not isinstance(mixed.init(capacity=4000, page_size=16).kv, static.StaticKV)
+    assert mixed.init(capacity=4000, page_size=16).kv.has_shared_pool
 
 
 @pytest.mark.filterwarnings("error")

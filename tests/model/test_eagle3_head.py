@@ -15,7 +15,7 @@ from slow_cases import slow
 
 from spec_jax import testing, tree
 from spec_jax.model import decoder, eagle3, row_model
-from spec_jax.paging import allocator, cache
+from spec_jax.paging import allocator
 
 
 SLAB, WIDTH = 8, 4
@@ -84,7 +84,7 @@ def chain_by_rows(params, config, impl, features, tokens, *, num_own):
         hidden = made[-1][0][-1:].astype(np.float32)
         made.append(pairs.add(tokens[at : at + 1], hidden, start=at))
     hidden, logits = (np.concatenate(part) for part in zip(*made, strict=True))
-    keys, values = cache.gather(pairs.kv, 0, 0, len(tokens))
+    keys, values = decoding.held(pairs.kv, len(tokens))
     return hidden, logits, keys, values
 
 

@@ -310,8 +310,7 @@ def observed(hook):
     kv = model.fill(make_cache(model.config))
     how = {"slab": 5, "forward": compile_forward(observe=hook)}
     kv, outputs = model.run(kv, window(count=LIVE), **how)
-    held = [cache.gather(kv, layer, 0, PREFIX + LIVE) for layer in range(2)]
-    return held, outputs.logits
+    return decoding.held(kv, PREFIX + LIVE), outputs.logits
 
 
 @functools.cache

@@ -127,9 +127,6 @@ PAGES = (
     Mutant("a padding row is written to the last page", "ops.page_write:page_write",
            "num_active, at, num_pages", "num_active, at, -1",
            "paging/test_cache.py::test_nothing_else_is_written"),
-    Mutant("what a slot does not own reads as zero", "paging.cache:gather",
-           "fill_value=jnp.nan", "fill_value=0",
-           "paging/test_cache.py::test_unowned_positions_read_as_nan"),
 )  # fmt: skip
 
 _SMALL = "rules/test_acceptance.py::test_every_small_case"

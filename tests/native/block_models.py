@@ -37,7 +37,7 @@ def make(config=PLAIN, dtype="float32", form=None):
 def new_slots(layer, num_slots=SLOTS):
     """Returns a cache with pages for all positions of its slots."""
     model = row_model.RowModel(config=layer, impl="native", slab=SIZE)
-    kv = model.new_slots(num_slots, capacity=CAPACITY, page_size=8)
+    kv = model.new_cache(num_slots, capacity=CAPACITY, page_size=8)
     for slot in range(num_slots):
         kv = allocator.reserve(kv, slot, jnp.int32(CAPACITY))
     return kv

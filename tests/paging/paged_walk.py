@@ -14,7 +14,7 @@ import numpy as np
 import page_tables
 
 from spec_jax import testing
-from spec_jax.paging import allocator, cache, static
+from spec_jax.paging import allocator, cache
 
 
 LAYERS, SLOTS, PAGES, PAGE_SIZE, WIDTH, HEADS, HEAD_DIM = 2, 3, 9, 4, 5, 1, 2
@@ -143,7 +143,7 @@ class Walk:
             kv = page_tables.shuffled(kv, np.random.default_rng(0))
             self.model = Model(num_pages=PAGES, least=int(not shares))
         else:  # A slot has all its pages for good.
-            kv = static.init(**SIZES)
+            kv = cache.init(**SIZES)
             self.model = Model(num_pages=SLOTS * WIDTH, least=WIDTH)
         self.kv = jax.tree.map(np.asarray, kv)
         self.operations = operations

@@ -1,7 +1,6 @@
 """Bytes in pages: places, writes, reads, and the check that no page is lost."""
 
-import functools
-
+import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,14 +9,13 @@ import pytest
 
 from spec_jax import testing
 from spec_jax.ops import page_write
-from spec_jax.paging import allocator, cache, index, static
+from spec_jax.paging import allocator, cache, index
 
 
 SIZES = {
     "num_layers": 2, "num_slots": 3, "num_pages": 11, "page_size": 4,
     "pages_per_slot": 5, "num_kv_heads": 2, "head_dim": 3, "dtype": "bfloat16",
 }  # fmt: skip
-STATIC_SIZES = {name: size for name, size in SIZES.items() if name != "num_pages"}
 ROWS = 6
 
 
@@ -29,12 +27,6 @@ def make_cache():
 
 
 write = jax.jit(cache.write, static_argnames=("layer",))
-
-
-@functools.partial(jax.jit, static_argnames=("layer", "slot"))
-def read(kv, layer, slot):
-    """Returns all keys and values of a slot: one executable serves every length."""
-    return cache.gather(kv, layer, slot, kv.slot_capacity)
 
 
 def test_nothing_else_is_written():
@@ -54,15 +46,6 @@ def test_nothing_else_is_written():
         testing.assert_same_bits(pool, (old[0], expected))
 
 
-def test_unowned_positions_read_as_nan():
-    """Fails if a read past the slot's pages gives another slot's bytes."""
-    kv = make_cache()
-    zeros = tuple(map(jnp.zeros_like, kv.k))
-    for read_back in read(kv.replace(k=zeros, v=zeros), 0, 0):
-        is_nan = np.isnan(np.asarray(read_back, np.float32)).all((1, 2))
-        np.testing.assert_array_equal(is_nan, np.arange(20) >= 12)
-
-
 def test_rows_are_cast_to_the_pools_dtype():
     """Fails if the caller must convert float32 rows, or if their bits are truncated."""
     kv = make_cache()
@@ -71,23 +54,22 @@ def test_rows_are_cast_to_the_pools_dtype():
     where = {"slots": at, "positions": at, "num_active": np.int32(1)}
     kv = write(kv, 0, k=row, v=row, **where)
     expected = jnp.full((1, 2, 3), 1 + 2.0**-7, jnp.bfloat16)  # rounded to nearest
-    testing.assert_same_bits(read(kv, 0, 0)[0][:1], expected)
+    testing.assert_same_bits(decoding.held(kv, 1)[0], expected)
 
 
 @pytest.mark.parametrize(
-    ("init", "changes", "message"),
+    ("changes", "message"),
     [
-        (cache.init, {"page_size": -4}, "page_size=-4 must be at least 1"),
-        (cache.init, {"num_pages": 0}, "num_pages=0 must be at least 1"),
-        (cache.init, {"pages_per_slot": 12}, "pages_per_slot=12 exceeds num_pages=11"),
-        (cache.init, {"num_slots": 12}, "num_pages=11 is fewer than num_slots=12, and"),
-        (static.init, {"num_layers": 0}, "num_layers=0 must be at least 1"),
+        ({"page_size": -4}, "page_size=-4 must be at least 1"),
+        ({"num_pages": 0}, "num_pages=0 must be at least 1"),
+        ({"pages_per_slot": 12}, "pages_per_slot=12 exceeds num_pages=11"),
+        ({"num_slots": 12}, "num_pages=11 is fewer than num_slots=12, and"),
+        ({"num_layers": 0, "num_pages": None}, "num_layers=0 must be at least 1"),
     ],
 )
-def test_impossible_sizes_are_refused(init, changes, message):
-    sizes = STATIC_SIZES if init is static.init else SIZES
+def test_impossible_sizes_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        init(**sizes | changes)
+        cache.init(**SIZES | changes)
 
 
 @jax.jit
@@ -98,7 +80,7 @@ def make_shared():
 
 
 def make_static():
-    return static.init(**STATIC_SIZES)
+    return cache.init(**SIZES | {"num_pages": None})
 
 
 def at(name, index, value):

@@ -10,7 +10,7 @@ import page_tables
 import pytest
 
 from spec_jax import testing
-from spec_jax.paging import allocator, cache, static
+from spec_jax.paging import allocator, cache
 from spec_jax.pallas import allocation_triton
 
 
@@ -68,10 +68,8 @@ def make(kind: str) -> cache.PagedKV:
     """Makes an empty cache of one tiny layer."""
     sizes = {"num_layers": 1, "num_slots": SLOTS, "page_size": PAGE_SIZE}
     sizes |= {"pages_per_slot": WIDTH, "num_kv_heads": 1, "head_dim": 1}
-    init = static.init if kind == "static" else cache.init
     sizes |= {} if kind == "static" else {"num_pages": PAGES}
-
-    return init(**sizes, dtype="float32")
+    return cache.init(**sizes, dtype="float32")
 
 
 def one_by_one(name, kv, numbers, asked):

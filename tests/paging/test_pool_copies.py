@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from page_tables import truncate
 
-from spec_jax.paging import allocator, cache, static
+from spec_jax.paging import allocator, cache
 
 
 NUM_LAYERS, ROWS, POOL_BYTES = 2, 8, 16 * 2**20
@@ -21,7 +21,7 @@ SIZES = {
 }  # fmt: skip
 INITS = {
     "paged": functools.partial(cache.init, num_pages=1024, **SIZES),
-    "static": functools.partial(static.init, **SIZES),
+    "static": functools.partial(cache.init, **SIZES),
 }
 
 

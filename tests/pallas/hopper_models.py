@@ -196,7 +196,7 @@ def block_step(name: str, *, size: int, num_blocks: int) -> hopper.Program:
     """Builds a layer of the backbone on blocks of `size` rows, one for each slot."""
     drafter = block_head(name, size=size, depth=1)
     config, sizes = drafter.head, {"capacity": CAPACITY, "page_size": PAGE_SIZE}
-    cache = jax.eval_shape(lambda: drafter.model.new_slots(num_blocks, **sizes))
+    cache = jax.eval_shape(lambda: drafter.model.new_cache(num_blocks, **sizes))
 
     def step(params, kv, rows):
         return block_draft.forward_block(params, config, rows, kv, impl="triton")

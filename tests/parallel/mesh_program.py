@@ -109,7 +109,7 @@ def slabs(impl: str) -> list[decoder.Rows]:
 
 def forward(target, *weights):
     """Returns the bits of K/V and logits, by weights, and the program's text."""
-    kv = target.new_slots(2, capacity=16, page_size=8)
+    kv = target.new_cache(2, capacity=16, page_size=8)
     for slot in (0, 1):
         kv = allocator.reserve(kv, jnp.int32(slot), jnp.int32(8))
 
