@@ -35,6 +35,7 @@ from spec_jax.engine import (
 )
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.rules import rule as rule_lib
+from spec_jax.typing import check_whole
 
 
 PAGE_SIZE = 16
@@ -142,7 +143,6 @@ class Speculative:
             capacity = requests_lib.capacity_for(
                 self.target, prompts, max_tokens, self.drafter
             )
-        checks.check_count(capacity=capacity)
         return self.scheduler(
             params,
             num_slots=len(asked),
@@ -279,7 +279,7 @@ class Autoregressive:
         )
         if capacity is None:
             capacity = requests_lib.capacity_for(self.target, prompts, max_tokens)
-        checks.check_count(capacity=capacity)
+        check_whole(capacity=capacity)
         target = rows.of(self.target, 1)
         return Decoding(
             prompt_len=jnp.asarray([len(one.prompt) for one in asked], jnp.int32),

@@ -22,6 +22,7 @@ from spec_jax.engine import (
 )
 from spec_jax.language_model import LanguageModel
 from spec_jax.model import tokenizer as tokenizer_lib
+from spec_jax.typing import check_whole
 
 
 Piece = results.Piece
@@ -338,7 +339,7 @@ def score(
       FloatingPointError: logits that are not finite.
     """
     prompts, alone = inputs.encode(lm, prompt, chat, prefix)
-    scoring.check_top(top_logprobs, lm.target.config.vocab_size)
+    check_whole(top_logprobs=top_logprobs, least=0, most=lm.target.config.vocab_size)
     completions = [completion] if alone else list(completion)
     if len(completions) != len(prompts):
         raise ValueError(

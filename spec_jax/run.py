@@ -35,6 +35,7 @@ from spec_jax.gamma import costs as costs_lib, policy as policy_lib
 from spec_jax.language_model import LanguageModel
 from spec_jax.model import stop_texts
 from spec_jax.ops import dispatch
+from spec_jax.typing import check_whole
 
 
 PAGE_SIZE = algorithms.PAGE_SIZE
@@ -89,8 +90,9 @@ class Run:
         """Makes the run of a call; takes and raises as `generation.generate`."""
         prompts, alone = inputs.encode(lm, prompt, chat, prefix)
         samples = 1 if n is None else n
-        checks.check_count(max_tokens=max_tokens, n=samples)
-        scoring.check_top(top_logprobs, lm.target.config.vocab_size)
+        check_whole(n=samples)
+        most = lm.target.config.vocab_size
+        check_whole(top_logprobs=top_logprobs, least=0, most=most)
         if isinstance(gamma, tree_shapes.AnyTree):
             lm, gamma = lm.with_tree(gamma), gamma.nodes
         costs = gamma if isinstance(gamma, costs_lib.RoundCosts) else None
@@ -113,7 +115,7 @@ class Run:
         )
         if num_slots is None:
             num_slots = min(len(requests), 8)
-        checks.check_count(num_slots=num_slots)
+        check_whole(num_slots=num_slots)
         num_slots = min(num_slots, len(requests))
         is_paged = lm.target.cache == "paged"
         # Prompts that begin alike are prefilled by rows, which can go on from K/V that

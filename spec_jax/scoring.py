@@ -7,7 +7,6 @@ generation, with or without speculation, by chains or by trees.
 
 import dataclasses
 import functools
-import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,15 +54,6 @@ class Scores:
     drawn_log_probs: np.ndarray
     top_tokens: np.ndarray | None = None
     top_log_probs: np.ndarray | None = None
-
-
-def check_top(top_logprobs: int, vocab_size: int) -> None:
-    """Raises `ValueError` unless `top_logprobs` is an integer in `0 .. vocab_size`."""
-    is_whole = isinstance(top_logprobs, numbers.Integral)
-    if not is_whole or isinstance(top_logprobs, bool) or top_logprobs < 0:
-        raise ValueError(f"{top_logprobs=} must be a whole number of at least 0")
-    if top_logprobs > vocab_size:
-        raise ValueError(f"{top_logprobs=} is above {vocab_size}, the vocabulary")
 
 
 def of_tokens(

@@ -1,4 +1,4 @@
-"""The shape vocabulary of the package, and the decorator that checks it.
+"""The shape vocabulary of the package, and checks of shapes, names and numbers.
 
 - S  slots: sequences with their own page list   - L  layers
 - B  sequences in a batch                        - D  model width
@@ -10,6 +10,7 @@
 - gamma  tokens drafted per round; in `engine`, P: packed rows, and C: columns
 """
 
+import numbers
 from collections.abc import Callable
 from typing import Literal, TypeVar, get_args
 
@@ -41,6 +42,18 @@ def check_impl(impl: object) -> None:
         raise ValueError(REMOVED_IMPLS[str(impl)])
     if impl not in IMPLS:
         raise ValueError(f"impl={impl!r} is not one of {', '.join(IMPLS)}")
+
+
+def check_whole(*, least: int = 1, most: int = 2**31 - 1, **values: int) -> None:
+    """Raises `ValueError` unless each, by its name, is a whole number in that range."""
+    for name, value in values.items():
+        is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        if not is_whole or value < least:
+            raise ValueError(
+                f"{name}={value!r} must be a whole number of at least {least}"
+            )
+        if value > most:
+            raise ValueError(f"{name}={value!r} is above {most}: give less")
 
 
 def typed(fn: _F) -> _F:

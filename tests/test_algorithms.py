@@ -104,6 +104,8 @@ REFUSED = [
     (ALGO, FITS | {"max_tokens": 600}, "512 .max_position_embeddings.: shorten"),
     (ALGO, FITS | {"capacity": 0}, "capacity=0 must be a whole number of at least 1"),
     (BASE, PLAIN | {"capacity": 0}, "capacity=0 must be a whole number of at least 1"),
+    (ALGO, FITS | {"stop_ids": 7}, r"stop_ids has shape \[\] .* give one row of token"),
+    (BASE, PLAIN | {"stop_ids": 7}, r"stop_ids has shape \[\] .* give one row of toke"),
     (sj.autoregressive(TWO), PLAIN, "Recorder has 2 slots, and 1 are asked for"),
     (sj.speculative(TWO, DRAFTER), FITS, "Recorder has 2 slots, and 3 are asked for"),
 ]

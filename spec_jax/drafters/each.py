@@ -15,10 +15,11 @@ import numpy as np
 
 from spec_jax import pytree
 from spec_jax.drafters import slots as slots_lib
-from spec_jax.engine import checks, protocols, state as states
+from spec_jax.engine import protocols, state as states
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.paging import cache as paged
 from spec_jax.rules import rule as rule_lib
+from spec_jax.typing import check_whole
 
 
 def lift(
@@ -38,7 +39,7 @@ def lift(
       ValueError: a drafter that drafts nothing.
       NotImplementedError: a setting that the rule or the form for slots rules out.
     """
-    checks.check_count(gamma_max=drafter.gamma_max)
+    check_whole(gamma_max=drafter.gamma_max)
     rule = rule_lib.of(rule)
     drafter = protocols.complete(protocols.complete(drafter).for_rule(rule))
     if policy_lib.schedules(gamma_policy):

@@ -23,6 +23,7 @@ from spec_jax.engine import (
 )
 from spec_jax.processors import processor as processor_lib
 from spec_jax.rules import sampling as sampling_lib
+from spec_jax.typing import check_whole
 
 
 Status = states.Status
@@ -106,7 +107,7 @@ def begin(
         such numbers, or a processor of another vocabulary.
     """
     capacity = kv.slot_capacity
-    checks.check_count(max_tokens=max_tokens)
+    check_whole(max_tokens=max_tokens)
     prompt = checks.check_prompt(
         prompt, vocab_size=target.config.vocab_size, capacity=capacity
     )

@@ -7,7 +7,7 @@ loops could only flag, with what was already committed.
 import numbers
 import warnings
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -62,17 +62,6 @@ def check_prompt(
     return prompt
 
 
-def check_count(**counts: int) -> None:
-    """Raises `ValueError` unless each, by its name, is a whole number from 1 on, which
-    int32 holds."""
-    for name, value in counts.items():
-        is_whole = isinstance(value, numbers.Integral)
-        if not is_whole or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
-        if value >= 2**31:
-            raise ValueError(f"{name}={value!r} is above {2**31 - 1}: give less")
-
-
 def warn_positions(drafter: Any, length: int) -> None:
     """Warns where a text of `length` has positions that a drafter's model lacks."""
     most = protocols.complete(drafter).max_positions
@@ -83,14 +72,6 @@ def warn_positions(drafter: Any, length: int) -> None:
             "them extrapolate, and few may be accepted; the text stays the target's",
             stacklevel=2,
         )
-
-
-def check_gamma(gamma: int, gamma_max: int) -> None:
-    """Raises `ValueError` unless `gamma` is a whole number in `0 .. gamma_max`."""
-    if not isinstance(gamma, numbers.Integral) or isinstance(gamma, bool):
-        raise ValueError(f"{gamma=} must be a whole number in 0 .. {gamma_max}")
-    if not 0 <= gamma <= gamma_max:
-        raise ValueError(f"{gamma=} is outside [0, {gamma_max}]")
 
 
 def check_pair(target: Any, drafter: Any) -> None:
@@ -160,7 +141,7 @@ def _check_taps(target: Any, drafter: Any) -> None:
         )
 
 
-def stop_array(stop_ids: Tokens | int, *, size: int | None = None) -> np.ndarray:
+def stop_array(stop_ids: Tokens, *, size: int | None = None) -> np.ndarray:
     """Returns stop tokens for the loops, int32; never empty.
 
     Args:
@@ -169,8 +150,7 @@ def stop_array(stop_ids: Tokens | int, *, size: int | None = None) -> np.ndarray
     Raises:
       ValueError: ids that are not whole numbers, or that int32 does not hold.
     """
-    one = isinstance(stop_ids, numbers.Integral)
-    ids = token_list(cast(Tokens, (stop_ids,) if one else stop_ids), what="stop_ids")
+    ids = token_list(stop_ids, what="stop_ids")
     if any(abs(token) >= 2**31 for token in ids):
         raise ValueError(f"stop_ids={ids} has a number that is no token: 2**31 or more")
     array = np.full((max(1, len(ids), size or 0),), state_lib.NO_STOP, np.int32)

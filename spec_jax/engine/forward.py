@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from spec_jax import compilation, pytree
-from spec_jax.engine import checks, protocols, target as target_lib, windows
+from spec_jax.engine import protocols, target as target_lib, windows
 from spec_jax.model import decoder
 from spec_jax.paging import index
+from spec_jax.typing import check_whole
 
 
 class ForwardCache(pytree.Node):
@@ -57,7 +58,7 @@ class ForwardTarget(target_lib.Target):
     taps: ClassVar[tuple[int, ...]] = ()
 
     def __post_init__(self) -> None:
-        checks.check_count(slab=self.slab, num_slots=self.num_slots)
+        check_whole(slab=self.slab, num_slots=self.num_slots)
 
     @property
     def max_rows(self) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from spec_jax.engine import checks, protocols, state as states
 from spec_jax.processors import processor as processor_lib
 from spec_jax.rules import settings as settings_lib
+from spec_jax.typing import check_whole
 
 
 Sampling = settings_lib.Sampling
@@ -226,7 +227,7 @@ def capacity_for(
     Raises:
       ValueError: more positions than the target's model has.
     """
-    checks.check_count(max_tokens=max_tokens)
+    check_whole(max_tokens=max_tokens)
     longest = max(map(len, prompts))
     needed = longest + max_tokens
     config = getattr(target, "config", None)

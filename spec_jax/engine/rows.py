@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import compilation
-from spec_jax.engine import checks, protocols, target as target_lib, windows
+from spec_jax.engine import protocols, target as target_lib, windows
 from spec_jax.model import (
     config as config_lib,
     decoder,
@@ -28,6 +28,7 @@ from spec_jax.model import (
 from spec_jax.ops import dispatch, page_move
 from spec_jax.paging import allocator, cache as paged
 from spec_jax.rules import sampling
+from spec_jax.typing import check_whole
 
 
 # Rows of a tile with native kernels, whose bits do not depend on the height: so many
@@ -57,7 +58,7 @@ class SlotRows(target_lib.Target):
     choose = target_lib.passed_on("choose", of="model")
 
     def __post_init__(self) -> None:
-        checks.check_count(num_slots=self.num_slots)
+        check_whole(num_slots=self.num_slots)
 
     @property
     def config(self) -> config_lib.ModelConfig:

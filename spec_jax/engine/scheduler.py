@@ -29,6 +29,7 @@ from spec_jax.gamma import policy as policy_lib
 from spec_jax.paging import index
 from spec_jax.processors import processor as processor_lib
 from spec_jax.rules import rule as rule_lib, sampling as sampling_lib
+from spec_jax.typing import check_whole
 
 
 def _check_policy(policy: Any, drafter: protocols.SlotDrafter) -> None:
@@ -87,7 +88,7 @@ class Scheduler:
     def __post_init__(self) -> None:
         target, drafter = self.target, self.drafter
         slots = target.num_slots
-        checks.check_count(capacity=self.capacity)
+        check_whole(capacity=self.capacity)
         config = target.config
         positions = None if config is None else config.max_position_embeddings
         index.check_page_size(self.page_size, num_positions=positions)
@@ -156,9 +157,9 @@ class Scheduler:
             vocab_size=self.vocab_size,
             capacity=self.slot_capacity,
         )
-        checks.check_count(max_tokens=request.max_tokens)
+        check_whole(max_tokens=request.max_tokens)
         if request.gamma is not None:
-            checks.check_gamma(request.gamma, self.drafter.gamma_max)
+            check_whole(gamma=request.gamma, least=0, most=self.drafter.gamma_max)
         if request.processor is not None:
             processing_lib.check(request.processor, vocab_size=self.vocab_size)
         if request.stop_ids is not None:
@@ -395,7 +396,7 @@ class Scheduler:
           RuntimeError: a cache refused an operation: a fault of the program.
         """
         first = self.check_all(requests)
-        checks.check_count(rounds_per_call=rounds_per_call)
+        check_whole(rounds_per_call=rounds_per_call)
         draws = any(request.sampling is not None for request in requests)
         if state is None:
             state = self.empty(draws=draws, processor=first)

@@ -26,7 +26,7 @@ from spec_jax.model import (
 from spec_jax.ops import argmax, dispatch, draw as draw_op, weights
 from spec_jax.paging import allocator, cache as paged, index
 from spec_jax.parallel import shard
-from spec_jax.typing import check_impl
+from spec_jax.typing import check_impl, check_whole
 
 
 SHORT = 1024
@@ -132,8 +132,7 @@ class RowModel:
           ValueError: a size below one, pages of more positions than the model has,
             fewer pages than slots, or a static cache with `num_pages` or `shares`.
         """
-        if capacity < 1:
-            raise ValueError(f"{capacity=} must be at least 1")
+        check_whole(capacity=capacity)
         # A drafter may have fewer positions than its target's pages.
         positions = max(self.config.max_position_embeddings, SHORT)
         index.check_page_size(page_size, num_positions=positions)

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from spec_jax import pytree
 from spec_jax.ops import bits, page_write
-from spec_jax.typing import typed
+from spec_jax.typing import check_whole, typed
 
 
 class PagedKV(pytree.Node):
@@ -102,18 +102,15 @@ def init(
     kept = pages_per_slot if kept is None else min(kept, pages_per_slot)
     if num_pages is None:
         num_pages = num_slots * kept
-    sizes = {
-        "num_layers": num_layers,
-        "num_slots": num_slots,
-        "page_size": page_size,
-        "pages_per_slot": pages_per_slot,
-        "num_pages": num_pages,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-    }
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name}={size} must be at least 1")
+    check_whole(
+        num_layers=num_layers,
+        num_slots=num_slots,
+        page_size=page_size,
+        pages_per_slot=pages_per_slot,
+        num_pages=num_pages,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+    )
     if num_pages < num_slots:
         raise ValueError(
             f"{num_pages=} is fewer than {num_slots=}, and every slot has a page"

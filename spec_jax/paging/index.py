@@ -1,10 +1,11 @@
 """How large a page is, and how many of them a sequence has."""
 
-import numbers
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+
+from spec_jax.typing import check_whole
 
 
 _Count = TypeVar("_Count", int, jax.Array)
@@ -16,9 +17,7 @@ def check_page_size(page_size: int, *, num_positions: int | None) -> None:
     Args:
       num_positions: of the model, the most of a sequence; None: no bound.
     """
-    is_whole = isinstance(page_size, numbers.Integral)
-    if not is_whole or isinstance(page_size, bool) or page_size < 1:
-        raise ValueError(f"{page_size=} must be a whole number of at least 1")
+    check_whole(page_size=page_size)
     if num_positions is not None and page_size > num_positions:
         raise ValueError(
             f"{page_size=} is above {num_positions}, the positions of the model "

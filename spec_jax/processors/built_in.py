@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.processors import processor
+from spec_jax.typing import check_whole
 
 
 ANY, NONE = -1, -2
@@ -212,9 +213,7 @@ def min_tokens(count: int, stop_ids: Sequence[int]) -> MinTokens:
     Raises:
       ValueError: a count outside `[1, 2**31)`, or no stop token.
     """
-    is_whole = isinstance(count, numbers.Integral) and not isinstance(count, bool)
-    if not is_whole or not 1 <= count < 2**31:
-        raise ValueError(f"{count=} must be a whole number of at least 1")
+    check_whole(count=count)
     return MinTokens(left=jnp.int32(count), stop_ids=_tokens("stop_ids", stop_ids))
 
 

@@ -60,11 +60,11 @@ def test_rows_are_cast_to_the_pools_dtype():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"page_size": -4}, "page_size=-4 must be at least 1"),
-        ({"num_pages": 0}, "num_pages=0 must be at least 1"),
+        ({"page_size": -4}, "page_size=-4 must be a whole number"),
+        ({"num_pages": 0}, "num_pages=0 must be a whole number"),
         ({"pages_per_slot": 12}, "pages_per_slot=12 exceeds num_pages=11"),
         ({"num_slots": 12}, "num_pages=11 is fewer than num_slots=12, and"),
-        ({"num_layers": 0, "num_pages": None}, "num_layers=0 must be at least 1"),
+        ({"num_layers": 0, "num_pages": None}, "num_layers=0 must be a whole number"),
     ],
 )
 def test_impossible_sizes_are_refused(changes, message):
