@@ -112,13 +112,15 @@ def adapted(
     if key not in known:
         # The program of the run is the same for any costs.
         some = costs_lib.RoundCosts(round_s=(1.0,) * (lm.gamma_max + 1))
-        made = _with(scheduler, *policy_for(lm, some))
+        policy, first = policy_for(lm, some)
+        made = _with(scheduler, first, gamma_policy=policy)
         known[key] = [measure(one, requests) for one in _of_members(made)]
     costs = costs_lib.highest(known[key])
-    scheduler = _with(scheduler, *policy_for(lm, costs))
+    policy, first = policy_for(lm, costs)
+    target, drafts = scheduler.speculator.params
     if isinstance(lm.drafter, choice.Choice):
-        _, params = scheduler.speculator.params
-        scheduler = _with_params(scheduler, choice.with_costs(params, known[key]))
+        drafts = choice.with_costs(drafts, known[key])
+    scheduler = _with(scheduler, first, gamma_policy=policy, params=(target, drafts))
     asked = [dataclasses.replace(one, gamma=lm.gamma_max) for one in requests]
     return scheduler, asked, costs
 
@@ -126,27 +128,19 @@ def adapted(
 def _of_members(scheduler: scheduler_lib.Scheduler) -> list[scheduler_lib.Scheduler]:
     """Returns the schedulers to be timed: for a choice among drafters one for each
     member, which is always chosen; else the scheduler itself."""
-    _, params = scheduler.speculator.params
-    if not isinstance(params, choice.ChoiceParams):
+    target, drafts = scheduler.speculator.params
+    if not isinstance(drafts, choice.ChoiceParams):
         return [scheduler]
-    numbers = range(len(params.members))
-    return [_with_params(scheduler, choice.pinned(params, n)) for n in numbers]
-
-
-def _with_params(
-    scheduler: scheduler_lib.Scheduler, params: protocols.Params
-) -> scheduler_lib.Scheduler:
-    """Returns the scheduler with other parameters for its drafter."""
-    speculator = scheduler.speculator
-    speculator = speculator.replace(params=(speculator.params[0], params))
-    return dataclasses.replace(scheduler, speculator=speculator)
+    pinned = [choice.pinned(drafts, n) for n in range(len(drafts.members))]
+    first = scheduler.policy_state
+    return [_with(scheduler, first, params=(target, one)) for one in pinned]
 
 
 def _with(
-    scheduler: scheduler_lib.Scheduler, made: budget.Budget, first: budget.BudgetState
+    scheduler: scheduler_lib.Scheduler, first: policy_lib.State, **parts: Any
 ) -> scheduler_lib.Scheduler:
-    """Returns the scheduler with a policy."""
-    speculator = scheduler.speculator.replace(gamma_policy=made)
+    """Returns the scheduler with other parts of its speculator."""
+    speculator = scheduler.speculator.replace(**parts)
     return dataclasses.replace(scheduler, speculator=speculator, policy_state=first)
 
 

@@ -140,13 +140,10 @@ def generate(
     run.warn()
     started = time.perf_counter()
     run = run.adapted()
-    finished = {one.number: one for one in run.finish()}
+    finished = list(run.scheduler.run(run.requests, ends=run.ends()))
     seconds = time.perf_counter() - started
-    outs = [
-        run.generation(one.slot, number, seconds, shared=one.shared)
-        for number, one in sorted(finished.items())
-    ]
-    return run.shaped(outs)
+    finished.sort(key=lambda one: one.number)
+    return run.shaped([run.generation(one, seconds) for one in finished])
 
 
 @keywords.takes(StreamSettings, run_lib.Run.make)
@@ -213,7 +210,9 @@ def _pieces(
         seen = length
         yield from _by_origin(tokens, origins, decoder, is_last=not slot.running)
     checks.check_refused([state.cache, state.memory])
-    return run.generation(slot, 0, time.perf_counter() - started)
+    size = run.scheduler.vocab_size
+    finished = requests_lib.Finished(number=0, slot=slot, vocab_size=size)
+    return run.generation(finished, time.perf_counter() - started)
 
 
 def _by_origin(tokens, origins, decoder, *, is_last) -> Iterator[Piece]:

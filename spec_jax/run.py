@@ -4,7 +4,7 @@ Arguments that cannot be used raise errors here, before anything is allocated.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -183,16 +183,6 @@ class Run:
         words: Any = self.lm.tokenizer
         return stop_texts.Ends(words.bytes_of, self.stops)
 
-    def finish(self) -> Iterator[requests_lib.Finished]:
-        """Generates all requests, and yields each when it ends.
-
-        With stop texts a call of the loop is one round, so that at most the rest of one
-        round is decoded after the end.
-        """
-        if not self.stops:
-            return self.scheduler.run(self.requests)
-        return self.scheduler.run(self.requests, rounds_per_call=1, ends=self.ends())
-
     def decode(self, number: int) -> baseline.DecodeState:
         """Decodes one request in one call; with stop texts, in one call per token.
 
@@ -232,23 +222,16 @@ class Run:
         return outs[0] if self.alone else outs
 
     def generation(
-        self, slot: states.Slots, number: int, seconds: float, *, shared: int = 0
+        self, one: requests_lib.Finished, seconds: float
     ) -> results.Generation:
-        """Returns the result of a finished slot; raises as `checks.check_slot`.
-
-        Args:
-          shared: tokens of the prompt whose K/V came from another request.
-        """
-        checks.check_slot(slot, vocab_size=self.lm.target.config.vocab_size)
-        tokens = requests_lib.generated(slot)
-        origins = np.asarray(slot.origins)
+        """Returns the result of a request; raises as `requests.Finished.tokens`."""
+        tokens, origins = one.tokens, np.asarray(one.slot.origins)
         origins = origins[origins != int(results.Origin.PROMPT)].tolist()
-        counters = metrics_lib.of_slot(slot, num_tokens=len(tokens))
-        made = self._result(tokens, origins, counters, slot.status, number, seconds)
-        if not self.scheduler.shares:
-            return made
-        metrics = dict(made.metrics) | {"shared_prompt_tokens": shared}
-        return dataclasses.replace(made, metrics=metrics)
+        counters = metrics_lib.of_slot(one.slot, num_tokens=len(tokens))
+        more: dict[str, float] = {"e2e_s": seconds}
+        if self.scheduler.shares:
+            more["shared_prompt_tokens"] = one.shared
+        return self._result(one.number, tokens, origins, one.status, counters, more)
 
     def decoded(
         self, state: baseline.DecodeState, number: int, seconds: float
@@ -262,14 +245,12 @@ class Run:
             accepted_hist=(len(tokens),),
             nonfinite=int(state.num_nonfinite),
         )
-        origins = [results.Origin.BONUS] * len(tokens)
+        origins, more = [results.Origin.BONUS] * len(tokens), {"e2e_s": seconds}
         return self._result(
-            tokens, origins, counters, state.status, number, seconds, height=1
+            number, tokens, origins, state.status, counters, more, height=1
         )
 
-    def _result(
-        self, tokens, origins, counters, status, number, seconds, *, height=None
-    ):
+    def _result(self, number, tokens, origins, status, counters, more, *, height=None):
         lm = self.lm
         summary = metrics_lib.summarise(counters)
         summary["repetition"] = metrics_lib.repetition(tokens)
@@ -299,7 +280,7 @@ class Run:
             origins=[results.Origin(origin) for origin in origins],
             prompt_tokens=prompt,
             status=results.Status(int(status)),
-            metrics=summary | {"e2e_s": seconds},
+            metrics=summary | more,
             provenance=known,
             **scores,
         )

@@ -374,7 +374,6 @@ class Scheduler:
         requests: Sequence[requests_lib.Request],
         *,
         state: states.State | None = None,
-        rounds_per_call: int = round_lib.UNTIL_DONE,
         keep: Callable[[states.State, int], Any] = lambda state, slot: None,
         ends: ends_lib.Ends | None = None,
     ) -> Iterator[requests_lib.Finished]:
@@ -385,18 +384,16 @@ class Scheduler:
             result is `Finished.kept`.
           state: made by `empty`, and used up; None: it is made here. A state that draws
             takes greedy requests, too; a greedy one takes no other requests.
-          rounds_per_call: rounds after which the host looks at the slots at the latest.
-          ends: ends requests besides their stop tokens, whenever the host looks: see
-            `ends.apply`. Tokens that a call has committed behind an end are cut.
+          ends: ends requests besides their stop tokens: see `ends.apply`. The host then
+            looks after each round, and cuts what the round committed behind an end.
 
         Raises:
-          ValueError: a request that no slot can take, a greedy state for a request
-            that samples, or less than a round a call; before anything runs.
+          ValueError: a request that no slot can take, or a greedy state for a request
+            that samples; before anything runs.
           MemoryError: a slot found no page. Finished requests were yielded.
           RuntimeError: a cache refused an operation: a fault of the program.
         """
         first = self.check_all(requests)
-        check_whole(rounds_per_call=rounds_per_call)
         draws = any(request.sampling is not None for request in requests)
         if state is None:
             state = self.empty(draws=draws, processor=first)
@@ -419,7 +416,7 @@ class Scheduler:
             state = round_lib.run(
                 self.speculator,
                 state,
-                max_rounds=rounds_per_call,
+                max_rounds=round_lib.UNTIL_DONE if ends is None else 1,
                 until_one_ends=bool(waiting),
             )
             checks.check_refused([state.cache, state.memory])
