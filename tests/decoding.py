@@ -16,7 +16,7 @@ import pytest
 import random_weights
 import tiny_pair
 
-from spec_jax import testing
+from spec_jax import algorithms, testing
 from spec_jax.analysis import metrics
 from spec_jax.drafters import draft_model, each
 from spec_jax.engine import (
@@ -226,23 +226,15 @@ class Setting:
         self, drafter=None, *, num_slots=1, draft_params=None, rule="coupled", **changes
     ) -> scheduler_lib.Scheduler:
         """Returns a scheduler; `drafter` is of one sequence, by default `Scripted`."""
-        names = {"target", "params", "gamma_policy"}
-        given = {name: changes.pop(name) for name in names & set(changes)}
-        speculator = round_lib.Speculator(
-            params=(self.weights, draft_params),
-            target=rows.SlotRows(model=self.target, num_slots=num_slots),
-            drafter=each.lift(
-                drafter or Scripted(),
-                num_slots,
-                rule=rule,
-                gamma_policy=given.get("gamma_policy"),
-            ),
+        algo = algorithms.speculative(
+            changes.pop("target", self.target),
+            drafter or Scripted(),
             rule=rule,
+            policy=changes.pop("gamma_policy", None),
         )
-        return scheduler_lib.Scheduler(
-            speculator=speculator.replace(**given),
-            **({"num_stop": 1} | self.sizes | changes),
-        )
+        params = changes.pop("params", (self.weights, draft_params))
+        sizes = {"num_stop": 1} | self.sizes | changes
+        return algo.scheduler(params, num_slots=num_slots, **sizes)
 
 
 SMALL = Setting()
