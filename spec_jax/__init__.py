@@ -7,31 +7,17 @@ out = sj.generate(lm, "def quicksort(xs):", max_tokens=64, gamma=4)
 print(out.text, out.metrics["acceptance_rate"], out.metrics["repetition"])
 """
 
+import ast
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 
 __version__ = "0.2.0"
 
-# Names by their module, which is imported when one is first used: `import spec_jax`
-# costs nothing, and a script's help does not wait for jax. Type checkers read the
-# imports below.
-_NAMES = {
-    "algorithms": ["autoregressive", "speculative"],
-    "drafters.tree_shapes": ["FixedTree", "Tree"],
-    "engine.forward": ["ForwardTarget"],
-    "engine.protocols": ["Drafter", "Proposal"],
-    "engine.state": ["Origin", "Status"],
-    "generation": ["decode", "generate", "score", "stream"],
-    "language_model": ["LanguageModel"],
-    "loading": ["load"],
-    "lossless": ["check_lossless"],
-    "results": ["Generation", "Piece"],
-    "rules.settings": ["Sampling"],
-}
-_MODULES = ("drafters", "gamma", "processors", "rules", "testing")
-
+# A name is imported when it is first used: `import spec_jax` costs nothing, and a
+# script's help does not wait for jax. `exports` reads these lines, as type checkers do.
 if TYPE_CHECKING:
     from spec_jax import (
         drafters as drafters,
@@ -62,31 +48,30 @@ if TYPE_CHECKING:
 
 
 def exports(
-    package: str, names: Mapping[str, Sequence[str]], modules: Iterable[str]
+    package: str,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns `__getattr__`, `__dir__` and `__all__` of a package that imports names on
-    first use.
-
-    Args:
-      names: the package's names, by the submodule that defines them.
-      modules: public submodules; a name that is in `names` too means that one.
-    """
-    module_of = {name: module for module, found in names.items() for name in found}
+    first use: those that its source imports under `if TYPE_CHECKING`."""
+    spec: Any = sys.modules[package].__spec__
+    body = ast.parse(spec.loader.get_source(package)).body
+    (block,) = (node for node in body if isinstance(node, ast.If))
+    imports: list[Any] = block.body
+    module_of = {alias.name: one.module for one in imports for alias in one.names}
 
     def find(name: str) -> Any:
-        if name in module_of:
-            module = importlib.import_module(f"{package}.{module_of[name]}")
-            return getattr(module, name)
-        if name in modules:
+        module = module_of.get(name)
+        if module is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if module == package:
             return importlib.import_module(f"{package}.{name}")
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(module), name)
 
     def listed() -> list[str]:
         return sorted({*vars(importlib.import_module(package)), *public})
 
-    public = sorted({*module_of, *modules})
+    public = sorted(module_of)
     return find, listed, public
 
 
-__getattr__, __dir__, __all__ = exports(__name__, _NAMES, _MODULES)
+__getattr__, __dir__, __all__ = exports(__name__)
 __all__ += ["__version__"]

@@ -8,19 +8,6 @@ from typing import TYPE_CHECKING
 import spec_jax
 
 
-_NAMES = {
-    "block": ["BlockDrafter"],
-    "choice": ["Choice"],
-    "draft_model": ["DraftModel"],
-    "eagle3": ["Eagle3"],
-    "hybrid": ["Hybrid"],
-    "ngram": ["NGram", "PromptLookup"],
-    "oracle": ["Oracle"],
-    "registry": [],
-    "suffix": ["SuffixDecoding"],
-    "tree_shapes": ["FixedTree", "Tree"],
-}
-
 if TYPE_CHECKING:
     from spec_jax.drafters import (
         block as block,
@@ -44,4 +31,4 @@ if TYPE_CHECKING:
     from spec_jax.drafters.suffix import SuffixDecoding as SuffixDecoding
     from spec_jax.drafters.tree_shapes import FixedTree as FixedTree, Tree as Tree
 
-__getattr__, __dir__, __all__ = spec_jax.exports(__name__, _NAMES, _NAMES)
+__getattr__, __dir__, __all__ = spec_jax.exports(__name__)

@@ -5,18 +5,6 @@ from typing import TYPE_CHECKING
 import spec_jax
 
 
-_NAMES = {
-    "budget": ["Budget"],
-    "confidence": [],
-    "costs": ["RoundCosts"],
-    "goodput": ["Goodput", "RankGoodput"],
-    "leader": ["Leader", "RankLeader"],
-    "policy": ["Fixed", "GammaPolicy"],
-    "schedule": ["Schedule"],
-    "theory": [],
-    "threshold": ["Threshold"],
-}
-
 if TYPE_CHECKING:
     from spec_jax.gamma import (
         budget as budget,
@@ -37,4 +25,4 @@ if TYPE_CHECKING:
     from spec_jax.gamma.schedule import Schedule as Schedule
     from spec_jax.gamma.threshold import Threshold as Threshold
 
-__getattr__, __dir__, __all__ = spec_jax.exports(__name__, _NAMES, _NAMES)
+__getattr__, __dir__, __all__ = spec_jax.exports(__name__)

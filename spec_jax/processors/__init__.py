@@ -5,12 +5,6 @@ from typing import TYPE_CHECKING
 import spec_jax
 
 
-_NAMES = {
-    "built_in": ["bad_words", "logit_bias", "min_tokens", "penalties"],
-    "grammar": ["json_schema", "regex"],
-    "processor": ["Processor", "chain"],
-}
-
 if TYPE_CHECKING:
     from spec_jax.processors import (
         built_in as built_in,
@@ -26,4 +20,4 @@ if TYPE_CHECKING:
     from spec_jax.processors.grammar import json_schema as json_schema, regex as regex
     from spec_jax.processors.processor import Processor as Processor, chain as chain
 
-__getattr__, __dir__, __all__ = spec_jax.exports(__name__, _NAMES, _NAMES)
+__getattr__, __dir__, __all__ = spec_jax.exports(__name__)

@@ -5,15 +5,6 @@ from typing import TYPE_CHECKING
 import spec_jax
 
 
-_NAMES = {
-    "acceptance": ["Outcome", "accept_block", "accept_exact", "accept_rejection"],
-    "multi_path": ["accept_multi_path"],
-    "rule": ["Rule", "block", "coupled", "multipath", "rejection"],
-    "sampling": ["SamplingSettings", "Stream", "make_settings"],
-    "traversal": ["accept_traversal"],
-    "tree_acceptance": ["accept_tree"],
-}
-
 if TYPE_CHECKING:
     from spec_jax.rules import (
         acceptance as acceptance,
@@ -45,4 +36,4 @@ if TYPE_CHECKING:
     from spec_jax.rules.traversal import accept_traversal as accept_traversal
     from spec_jax.rules.tree_acceptance import accept_tree as accept_tree
 
-__getattr__, __dir__, __all__ = spec_jax.exports(__name__, _NAMES, _NAMES)
+__getattr__, __dir__, __all__ = spec_jax.exports(__name__)
