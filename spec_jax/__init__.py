@@ -51,7 +51,7 @@ def exports(
     package: str,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns `__getattr__`, `__dir__` and `__all__` of a package that imports names on
-    first use: those that its source imports under `if TYPE_CHECKING`."""
+    first use, which its source imports under `if TYPE_CHECKING`."""
     spec: Any = sys.modules[package].__spec__
     body = ast.parse(spec.loader.get_source(package)).body
     (block,) = (node for node in body if isinstance(node, ast.If))
