@@ -364,8 +364,7 @@ def test_what_the_hook_returns_goes_on(key, written_differs):
         assert (logits[LIVE - 1] != expected_logits[LIVE - 1]).any()
     differs = [
         np.flatnonzero((testing.bits(ours) != testing.bits(theirs)).any(axis=(1, 2)))
-        for pair, other in zip(held, expected_held, strict=True)
-        for ours, theirs in zip(pair, other, strict=True)
+        for ours, theirs in zip(held, expected_held, strict=True)
     ]
     changed = {PREFIX + LIVE - 1} if written_differs else set()
     assert set(np.concatenate(differs).tolist()) == changed
