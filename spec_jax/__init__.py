@@ -48,15 +48,22 @@ if TYPE_CHECKING:
 
 
 def exports(
-    package: str,
+    package: str, *, modules: bool = True
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Returns `__getattr__`, `__dir__` and `__all__` of a package that imports names on
-    first use, which its source imports under `if TYPE_CHECKING`."""
+    first use, which its source imports under `if TYPE_CHECKING`.
+
+    Args:
+      modules: whether the submodules that they come from are public, too.
+    """
     spec: Any = sys.modules[package].__spec__
     body = ast.parse(spec.loader.get_source(package)).body
     (block,) = (node for node in body if isinstance(node, ast.If))
     imports: list[Any] = block.body
     module_of = {alias.name: one.module for one in imports for alias in one.names}
+    if modules:
+        submodules = {one.module for one in imports} - {package}
+        module_of = {one.split(".")[-1]: package for one in submodules} | module_of
 
     def find(name: str) -> Any:
         module = module_of.get(name)
@@ -73,5 +80,5 @@ def exports(
     return find, listed, public
 
 
-__getattr__, __dir__, __all__ = exports(__name__)
+__getattr__, __dir__, __all__ = exports(__name__, modules=False)
 __all__ += ["__version__"]
