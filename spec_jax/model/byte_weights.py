@@ -53,7 +53,10 @@ def of_folder(
         N, K = known[name]
         for form, dtype in files.STORED.items():
             if entry.shape == (N, *stored_shape(K, form)):
-                stored = dataclasses.replace(entry, dtype=dtype, shape=entry.shape[:2])
+                raw = entry.raw.view(dtype)[..., 0]
+                stored = dataclasses.replace(
+                    entry, raw=raw, dtype=dtype, shape=raw.shape
+                )
                 return dataclasses.replace(entry, shape=(N, K), stored=stored)
         return entry
 

@@ -49,42 +49,37 @@ class CheckpointError(ValueError):
     """A model folder cannot be read or written; the message is one line."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tensor:
-    """One tensor of a file."""
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Entry:
+    """A tensor of a file that is mapped into memory: values are read as they are used.
 
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensor's values in `dtype`."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry(Tensor):
-    """A tensor of a file: where its bytes are. Its values have not been read.
-
-    With `unpack`, the bytes are units of `unit_bytes` bytes, `unit_values` values each,
-    and `unpack` makes a flat array of `dtype` of them.
+    With `unpack`, the last axis of `raw` is the bytes of a row, and `unpack` makes
+    values of `dtype` of some rows. Axes before it may be rows in an order of their own.
     """
 
+    name: str
     path: pathlib.Path
-    offset: int  # of the first byte, from the start of the file
     kind: str  # the file's name of the dtype
-    unit_values: int = 1
-    unit_bytes: int = 0
-    unpack: Callable[[np.ndarray], np.ndarray] | None = None  # of uint8
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    raw: np.ndarray
+    unpack: Callable[[np.ndarray], np.ndarray] | None = None
     stored: "Entry | None" = None  # the same as blocks of `STORED`, if it has them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pending(Tensor):
+class Pending:
     """A tensor to be written; `fetch` is called once, when its turn comes."""
 
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
     fetch: Callable[[], np.ndarray]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor's values."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def find(
@@ -165,7 +160,7 @@ def read_header(
     """Reads the tensors of one file by name; refuses a file that is not whole."""
     try:
         with path.open("rb") as file, safetensors.safe_open(path, "numpy") as opened:
-            position = 8 + int.from_bytes(file.read(8), "little")
+            mapped = np.asarray(np.memmap(file, mode="r"))
             # In the order of their offsets; the package refuses gaps between them.
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
     except OSError as error:
@@ -178,6 +173,7 @@ def read_header(
             f"{path}: not a whole safetensors file ({reason}); {AGAIN}"
         ) from None
     entries = {}
+    position = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
     for name, tensor in slices.items():
         dtype = tensor.get_dtype()
         if dtype not in dtypes:
@@ -185,15 +181,13 @@ def read_header(
                 f"{path}: {name} is {dtype}, not one of {', '.join(dtypes)} "
                 "(quantised checkpoints are not supported)"
             )
+        shape = tuple(tensor.get_shape())
+        end = position + math.prod(shape) * dtypes[dtype].itemsize
+        raw = mapped[position:end].view(dtypes[dtype]).reshape(shape)
         entries[name] = Entry(
-            name=name,
-            path=path,
-            dtype=dtypes[dtype],
-            shape=tuple(tensor.get_shape()),
-            offset=position,
-            kind=dtype,
+            name=name, path=path, kind=dtype, shape=shape, dtype=raw.dtype, raw=raw
         )
-        position += entries[name].num_bytes
+        position = end
     return entries
 
 
