@@ -92,7 +92,7 @@ def header(path: pathlib.Path) -> Header:
         raise files.CheckpointError(f"{path}: {error.strerror}") from None
 
 
-# What the library, or NumPy below it, raises for files that are not whole.
+# Errors of the library, and of NumPy below it, for files that are not whole.
 _BROKEN = (ArithmeticError, LookupError, MemoryError, RecursionError, ValueError)
 
 
