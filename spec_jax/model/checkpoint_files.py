@@ -8,6 +8,7 @@ Every failure is a `CheckpointError` that names the file.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -51,10 +52,10 @@ class CheckpointError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Entry:
-    """A tensor of a file that is mapped into memory: values are read as they are used.
+    """A tensor of a file. Its values have not been read.
 
-    With `unpack`, the last axis of `raw` is the bytes of a row, and `unpack` makes
-    values of `dtype` of some rows. Axes before it may be rows in an order of their own.
+    `mapped` maps it into memory: what is used of it is read. With `unpack`, its last
+    axis is the bytes of a row, and `unpack` makes values of `dtype` of some rows.
     """
 
     name: str
@@ -62,7 +63,7 @@ class Entry:
     kind: str  # the file's name of the dtype
     shape: tuple[int, ...]
     dtype: np.dtype
-    raw: np.ndarray
+    mapped: Callable[[], np.ndarray]  # its first axes may be rows in another order
     unpack: Callable[[np.ndarray], np.ndarray] | None = None
     stored: "Entry | None" = None  # the same as blocks of `STORED`, if it has them
 
@@ -160,7 +161,7 @@ def read_header(
     """Reads the tensors of one file by name; refuses a file that is not whole."""
     try:
         with path.open("rb") as file, safetensors.safe_open(path, "numpy") as opened:
-            mapped = np.asarray(np.memmap(file, mode="r"))
+            position = 8 + int.from_bytes(file.read(8), "little")
             # In the order of their offsets; the package refuses gaps between them.
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
     except OSError as error:
@@ -173,7 +174,6 @@ def read_header(
             f"{path}: not a whole safetensors file ({reason}); {AGAIN}"
         ) from None
     entries = {}
-    position = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
     for name, tensor in slices.items():
         dtype = tensor.get_dtype()
         if dtype not in dtypes:
@@ -182,12 +182,17 @@ def read_header(
                 "(quantised checkpoints are not supported)"
             )
         shape = tuple(tensor.get_shape())
-        end = position + math.prod(shape) * dtypes[dtype].itemsize
-        raw = mapped[position:end].view(dtypes[dtype]).reshape(shape)
         entries[name] = Entry(
-            name=name, path=path, kind=dtype, shape=shape, dtype=raw.dtype, raw=raw
+            name=name,
+            path=path,
+            kind=dtype,
+            shape=shape,
+            dtype=dtypes[dtype],
+            mapped=functools.partial(
+                np.memmap, path, dtypes[dtype], "r", position, shape
+            ),
         )
-        position = end
+        position += math.prod(shape) * dtypes[dtype].itemsize
     return entries
 
 

@@ -62,11 +62,11 @@ _NOTHING = {"expert_count": 0, "expert_used_count": 0}
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor of a file that is mapped into memory: its rows as they are stored."""
+    """A tensor of a file; `mapped` maps its rows into memory, as they are stored."""
 
     kind: str
     shape: tuple[int, ...]
-    raw: np.ndarray
+    mapped: Callable[[], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,12 +111,14 @@ def _parse(path: pathlib.Path, *_: int) -> Header:
     try:
         read = Reader(path)
         fields = {name: field.contents() for name, field in read.fields.items()}
-        tensors = {
-            one.name: Tensor(
-                one.tensor_type.name, tuple(one.shape[::-1].tolist()), one.data
+        tensors = {}
+        for one in read.tensors:
+            stored = path, one.data.dtype, "r", one.data_offset, one.data.shape
+            tensors[one.name] = Tensor(
+                one.tensor_type.name,
+                tuple(one.shape[::-1].tolist()),
+                functools.partial(np.memmap, *stored),
             )
-            for one in read.tensors
-        }
     except _BROKEN as error:
         reason = " ".join(str(error).split())  # It may hold the name of a tensor.
         raise files.CheckpointError(
@@ -193,28 +195,35 @@ def _entry(path: pathlib.Path, name: str, tensor: Tensor, rows: int) -> files.En
       rows: of a head, where the pairs that RoPE turns are side by side, as llama.cpp
         has Llama's; otherwise 1.
     """
-    raw, shape, kind = tensor.raw, tensor.shape, tensor.kind
+    shape, kind = tensor.shape, tensor.kind
     is_packed = kind not in files.DTYPES
     if (rows > 1 or is_packed) and len(shape) != 2 or rows > 1 and shape[0] % rows:
         raise files.CheckpointError(
             f"{path}: {name} is {kind} of shape {list(shape)}: give matrices whose "
             f"rows are a multiple of {rows}"
         )
-    if rows > 1:  # [heads, pairs, first and second] -> [heads, halves, pairs]
-        raw = raw.reshape(-1, rows // 2, 2, raw.shape[-1]).swapaxes(1, 2)
-    where: dict[str, Any] = {"name": name, "path": path, "kind": kind}
-    if not is_packed:
-        raw = raw.view(files.DTYPES[kind])
-        return files.Entry(raw=raw, shape=shape, dtype=raw.dtype, **where)
-    unpack = functools.partial(_unpack, kind=kind)
-    dtype = np.dtype(np.float32)
-    values = files.Entry(raw=raw, shape=shape, dtype=dtype, unpack=unpack, **where)
+
+    def mapped() -> np.ndarray:
+        raw = tensor.mapped()
+        if rows > 1:  # [heads, pairs, first and second] -> [heads, halves, pairs]
+            raw = raw.reshape(-1, rows // 2, 2, raw.shape[-1]).swapaxes(1, 2)
+        return raw if is_packed else raw.view(files.DTYPES[kind])
+
+    values = files.Entry(
+        name=name,
+        path=path,
+        kind=kind,
+        shape=shape,
+        dtype=files.DTYPES.get(kind, np.dtype(np.float32)),
+        mapped=mapped,
+        unpack=functools.partial(_unpack, kind=kind) if is_packed else None,
+    )
     if kind not in _BLOCKS:
         return values
     form, view = _BLOCKS[kind]
-    blocks = view(raw[:0]).shape[-1]
+    blocks = shape[0], shape[1] // 32
     stored = dataclasses.replace(
-        values, shape=(shape[0], blocks), dtype=files.STORED[form], unpack=view
+        values, shape=blocks, dtype=files.STORED[form], unpack=view
     )
     return dataclasses.replace(values, stored=stored)
 
@@ -327,7 +336,7 @@ def _llama3(header: Header, head_dim: int, theta: float) -> dict[str, Any]:
     """
     tensor = header.tensors[_FREQUENCIES]
     if tensor.kind == "F32" and tensor.shape == (head_dim // 2,):
-        held = tensor.raw
+        held = tensor.mapped()
         factor, low, high, original = float(held.max()), 1.0, 4.0, 8192
         base = theta ** -(np.arange(0, head_dim, 2) / head_dim)
         turns = original * base / (2 * np.pi)

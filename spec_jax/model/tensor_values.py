@@ -26,7 +26,12 @@ def read_into(entry: files.Entry, out: np.ndarray, at: Any = ...) -> None:
     Args:
       at: the index of the values; of rows, where they are unpacked.
     """
-    raw = entry.raw[at]
+    try:
+        raw = np.asarray(entry.mapped())[at]
+    except (OSError, ValueError) as error:
+        raise files.CheckpointError(
+            f"{entry.path}: {entry.name} is not to be read ({error}); {files.AGAIN}"
+        ) from None
     out = out.reshape((*raw.shape[:-1], *out.shape[-1:]))
     if entry.unpack is None:
         out[...] = raw

@@ -169,7 +169,7 @@ def test_config_and_weights_are_those_that_were_written(model, tmp_path):
     entries = gguf_file.find(path)
     entry = entries["model.layers.0.self_attn.q_proj.weight"]
     own = np.empty(entry.shape, np.float32)
-    stored = gguf_file.header(path).tensors["blk.0.attn_q.weight"].raw
+    stored = gguf_file.header(path).tensors["blk.0.attn_q.weight"].mapped()
     tensor_values.read_into(entry, own)
     is_moved = not np.array_equal(stored, own)
     assert is_moved == (config.model_type == "llama")
