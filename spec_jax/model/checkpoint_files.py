@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -98,7 +99,7 @@ def find(
         malformed or truncated file, an index that disagrees with its shards.
     """
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    has_single, has_index = _exists(single), _exists(index)
+    has_single, has_index = os.path.exists(single), os.path.exists(index)
     if has_single and has_index:
         raise CheckpointError(
             f"{folder}: holds both {SINGLE_FILE} and {INDEX_FILE}; remove one of them"
@@ -121,17 +122,6 @@ def find(
             )
         entries |= held
     return entries
-
-
-def _exists(path: pathlib.Path) -> bool:
-    """Returns whether a file exists; raises `CheckpointError` if that is unknown."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    return True
 
 
 def _read_weight_map(index: pathlib.Path) -> dict[str, str]:

@@ -308,6 +308,9 @@ def test_reads_what_safetensors_wrote(layout, request):
         out = np.empty(entry.shape, entry.dtype)
         tensor_values.read_into(entry, out)
         assert out.tobytes() == array.tobytes(), name
+    entries["matrix"].path.write_bytes(b"")
+    with pytest.raises(files.CheckpointError, match="matrix is not to be read"):
+        tensor_values.read_into(entries["matrix"], np.empty((6, 10), np.float32))
 
 
 def index(content) -> Callable:
