@@ -60,22 +60,13 @@ _NOTHING = {"expert_count": 0, "expert_used_count": 0}
 """Metadata that is allowed with this value only."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """A tensor of a file; `mapped` maps its rows into memory, as they are stored."""
-
-    kind: str
-    shape: tuple[int, ...]
-    mapped: Callable[[], np.ndarray]
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Header:
-    """The contents of a file, whose tensors have not been read."""
+    """The metadata of a file, and its tensors as they are stored."""
 
     path: pathlib.Path
     fields: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, files.Entry]
 
 
 def is_file(path: pathlib.Path) -> bool:
@@ -114,10 +105,13 @@ def _parse(path: pathlib.Path, *_: int) -> Header:
         tensors = {}
         for one in read.tensors:
             stored = path, one.data.dtype, "r", one.data_offset, one.data.shape
-            tensors[one.name] = Tensor(
-                one.tensor_type.name,
-                tuple(one.shape[::-1].tolist()),
-                functools.partial(np.memmap, *stored),
+            tensors[one.name] = files.Entry(
+                name=one.name,
+                path=path,
+                kind=one.tensor_type.name,
+                shape=tuple(one.shape[::-1].tolist()),
+                dtype=one.data.dtype,
+                mapped=functools.partial(np.memmap, *stored),
             )
     except _BROKEN as error:
         reason = " ".join(str(error).split())  # It may hold the name of a tensor.
@@ -172,7 +166,7 @@ def find(path: pathlib.Path) -> dict[str, files.Entry]:
         renamed = "".join([names.get(stem, stem), *suffix])
         is_turned = is_llama and name.endswith((".attn_q.weight", ".attn_k.weight"))
         rows = config["head_dim"] if is_turned else 1
-        entries[renamed] = _entry(path, renamed, tensor, rows)
+        entries[renamed] = _entry(dataclasses.replace(tensor, name=renamed), rows)
     return entries
 
 
@@ -188,8 +182,8 @@ def _names(header: Header, config: Mapping[str, Any]) -> dict[str, str]:
     return {table.get_name(name): name for name in ours}
 
 
-def _entry(path: pathlib.Path, name: str, tensor: Tensor, rows: int) -> files.Entry:
-    """Returns a tensor's entry: where its values are and how to unpack them.
+def _entry(tensor: files.Entry, rows: int) -> files.Entry:
+    """Returns the entry of a tensor's values.
 
     Args:
       rows: of a head, where the pairs that RoPE turns are side by side, as llama.cpp
@@ -199,8 +193,8 @@ def _entry(path: pathlib.Path, name: str, tensor: Tensor, rows: int) -> files.En
     is_packed = kind not in files.DTYPES
     if (rows > 1 or is_packed) and len(shape) != 2 or rows > 1 and shape[0] % rows:
         raise files.CheckpointError(
-            f"{path}: {name} is {kind} of shape {list(shape)}: give matrices whose "
-            f"rows are a multiple of {rows}"
+            f"{tensor.path}: {tensor.name} is {kind} of shape {list(shape)}: give "
+            f"matrices whose rows are a multiple of {rows}"
         )
 
     def mapped() -> np.ndarray:
@@ -209,11 +203,8 @@ def _entry(path: pathlib.Path, name: str, tensor: Tensor, rows: int) -> files.En
             raw = raw.reshape(-1, rows // 2, 2, raw.shape[-1]).swapaxes(1, 2)
         return raw if is_packed else raw.view(files.DTYPES[kind])
 
-    values = files.Entry(
-        name=name,
-        path=path,
-        kind=kind,
-        shape=shape,
+    values = dataclasses.replace(
+        tensor,
         dtype=files.DTYPES.get(kind, np.dtype(np.float32)),
         mapped=mapped,
         unpack=functools.partial(_unpack, kind=kind) if is_packed else None,
