@@ -33,7 +33,7 @@ from experiments.lib import (
 from spec_jax import loading
 from spec_jax.analysis import metrics
 from spec_jax.drafters import registry
-from spec_jax.model import eagle3_files, gguf_header, head_dialects
+from spec_jax.model import eagle3_files, gguf_file, head_dialects
 
 
 MATCHED, NOT_MATCHED = 0, 2
@@ -155,7 +155,7 @@ def convert(
             _whole(args.draft or shipped, name, lm, folder / name),
             folder / "target",
             path,
-            pre_tokenizer=gguf_header.read(args.gguf[0]).fields["tokenizer.ggml.pre"],
+            pre_tokenizer=gguf_file.header(args.gguf[0]).fields["tokenizer.ggml.pre"],
             dtype=lm.target.config.dtype,
         )
     return made

@@ -51,11 +51,17 @@ def of_folder(
         if entry.dtype != np.uint8 or len(known.get(name, ())) != 2:
             return entry
         N, K = known[name]
-        for form, dtype in files.STORED.items():
-            if entry.shape == (N, *stored_shape(K, form)):
-                stored = dataclasses.replace(entry, dtype=dtype, shape=entry.shape[:2])
-                return dataclasses.replace(entry, shape=(N, K), stored=stored)
-        return entry
+        forms = [x for x in files.STORED if entry.shape == (N, *stored_shape(K, x))]
+        if not forms:
+            return entry
+        dtype = files.STORED[forms[0]]
+        stored = dataclasses.replace(
+            entry,
+            dtype=dtype,
+            shape=entry.shape[:2],
+            mapped=lambda: entry.mapped().view(dtype)[..., 0],
+        )
+        return dataclasses.replace(entry, shape=(N, K), stored=stored)
 
     return {name: one(name, entry) for name, entry in entries.items()}
 

@@ -8,8 +8,10 @@ Every failure is a `CheckpointError` that names the file.
 """
 
 import dataclasses
+import functools
 import json
 import math
+import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -49,42 +51,37 @@ class CheckpointError(ValueError):
     """A model folder cannot be read or written; the message is one line."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tensor:
-    """One tensor of a file."""
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Entry:
+    """A tensor of a file. Its values have not been read.
 
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensor's values in `dtype`."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry(Tensor):
-    """A tensor of a file: where its bytes are. Its values have not been read.
-
-    With `unpack`, the bytes are units of `unit_bytes` bytes, `unit_values` values each,
-    and `unpack` makes a flat array of `dtype` of them.
+    `mapped` maps it into memory: what is used of it is read. With `unpack`, its last
+    axis is the bytes of a row, and `unpack` makes values of `dtype` of some rows.
     """
 
+    name: str
     path: pathlib.Path
-    offset: int  # of the first byte, from the start of the file
     kind: str  # the file's name of the dtype
-    unit_values: int = 1
-    unit_bytes: int = 0
-    unpack: Callable[[np.ndarray], np.ndarray] | None = None  # of uint8
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    mapped: Callable[[], np.ndarray]  # its first axes may be rows in another order
+    unpack: Callable[[np.ndarray], np.ndarray] | None = None
     stored: "Entry | None" = None  # the same as blocks of `STORED`, if it has them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pending(Tensor):
+class Pending:
     """A tensor to be written; `fetch` is called once, when its turn comes."""
 
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
     fetch: Callable[[], np.ndarray]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor's values."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def find(
@@ -102,7 +99,7 @@ def find(
         malformed or truncated file, an index that disagrees with its shards.
     """
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    has_single, has_index = _exists(single), _exists(index)
+    has_single, has_index = os.path.exists(single), os.path.exists(index)
     if has_single and has_index:
         raise CheckpointError(
             f"{folder}: holds both {SINGLE_FILE} and {INDEX_FILE}; remove one of them"
@@ -125,17 +122,6 @@ def find(
             )
         entries |= held
     return entries
-
-
-def _exists(path: pathlib.Path) -> bool:
-    """Returns whether a file exists; raises `CheckpointError` if that is unknown."""
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}") from None
-    return True
 
 
 def _read_weight_map(index: pathlib.Path) -> dict[str, str]:
@@ -185,15 +171,18 @@ def read_header(
                 f"{path}: {name} is {dtype}, not one of {', '.join(dtypes)} "
                 "(quantised checkpoints are not supported)"
             )
+        shape = tuple(tensor.get_shape())
         entries[name] = Entry(
             name=name,
             path=path,
-            dtype=dtypes[dtype],
-            shape=tuple(tensor.get_shape()),
-            offset=position,
             kind=dtype,
+            shape=shape,
+            dtype=dtypes[dtype],
+            mapped=functools.partial(
+                np.memmap, path, dtypes[dtype], "r", position, shape
+            ),
         )
-        position += entries[name].num_bytes
+        position += math.prod(shape) * dtypes[dtype].itemsize
     return entries
 
 

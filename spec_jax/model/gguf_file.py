@@ -2,26 +2,22 @@
 
 `document` makes the JSON files of such a folder from the metadata, and `find` gives the
 tensors by Hugging Face's names; so all that reads folders reads these files. The extra
-package `gguf` unpacks quantised blocks; it is imported where it is needed.
+package `gguf` parses them and unpacks quantised blocks; it is imported where it is
+needed.
 
 A failure is a `CheckpointError` that names the file; a missing package, a `ValueError`.
 """
 
+import dataclasses
 import functools
 import os
 import pathlib
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from spec_jax.model import (
-    checkpoint_files as files,
-    families,
-    gguf_header,
-    gguf_tokenizer,
-)
+from spec_jax.model import checkpoint_files as files, families, gguf_tokenizer
 
 
 SUFFIX = ".gguf"
@@ -30,25 +26,9 @@ INSTALL = "pip install 'spec_jax[gguf]'"
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """The architectures that are read: llama.cpp's names are those of the families."""
 
-_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_OF_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
+"""The kinds of tensors that are read, by GGML's names."""
+
 _FREQUENCIES = "rope_freqs.weight"
 
 # Metadata after the architecture's name, and the keys of `config.json` made of it.
@@ -80,9 +60,71 @@ _NOTHING = {"expert_count": 0, "expert_used_count": 0}
 """Metadata that is allowed with this value only."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Header:
+    """The metadata of a file, and its tensors as they are stored."""
+
+    path: pathlib.Path
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, files.Entry]
+
+
 def is_file(path: pathlib.Path) -> bool:
     """Returns whether `path` is a file with the suffix of GGUF."""
     return path.suffix.lower() == SUFFIX and os.path.isfile(path)
+
+
+def header(path: pathlib.Path) -> Header:
+    """Returns a file's header, parsed anew if the file's time or size has changed."""
+    try:
+        status = path.stat()
+        return _parse(path, status.st_mtime_ns, status.st_size)
+    except OSError as error:
+        raise files.CheckpointError(f"{path}: {error.strerror}") from None
+
+
+# Errors of the library, and of NumPy below it, for files that are not whole.
+_BROKEN = (ArithmeticError, LookupError, MemoryError, RecursionError, ValueError)
+
+
+@functools.lru_cache(maxsize=2)
+def _parse(path: pathlib.Path, *_: int) -> Header:
+    """Reads the header of a file."""
+    base: Any = _package().GGUFReader
+
+    class Reader(base):
+        """The library's, whose own `_get` stops silently where the file ends, and
+        takes five times as long for each token."""
+
+        def _get(self, offset, dtype, count=1, override_order=None):
+            return np.frombuffer(self.data, dtype, int(count), offset)
+
+    try:
+        read = Reader(path)
+        fields = {name: field.contents() for name, field in read.fields.items()}
+        tensors = {}
+        for one in read.tensors:
+            stored = path, one.data.dtype, "r", one.data_offset, one.data.shape
+            tensors[one.name] = files.Entry(
+                name=one.name,
+                path=path,
+                kind=one.tensor_type.name,
+                shape=tuple(one.shape[::-1].tolist()),
+                dtype=one.data.dtype,
+                mapped=functools.partial(np.memmap, *stored),
+            )
+    except _BROKEN as error:
+        reason = " ".join(str(error).split())  # It may hold the name of a tensor.
+        raise files.CheckpointError(
+            f"{path}: not a whole GGUF file ({reason}); {files.AGAIN}"
+        ) from None
+    for name, tensor in tensors.items():
+        if tensor.kind not in KINDS:
+            raise files.CheckpointError(
+                f"{path}: {name} is {tensor.kind}, and {', '.join(KINDS)} are read; "
+                "take a file of another quantisation"
+            )
+    return Header(path, fields, tensors)
 
 
 def document(path: pathlib.Path) -> dict[str, Any]:
@@ -92,14 +134,14 @@ def document(path: pathlib.Path) -> dict[str, Any]:
       FileNotFoundError: no JSON file of this name is made of the metadata.
       CheckpointError: the file cannot be read, or is of a model that is not supported.
     """
-    documents = _documents(gguf_header.read(path.parent))
+    documents = _documents(header(path.parent))
     if path.name not in documents:
         raise FileNotFoundError(path)
     return documents[path.name]
 
 
 @functools.lru_cache(maxsize=2)
-def _documents(header: gguf_header.Header) -> dict[str, dict[str, Any]]:
+def _documents(header: Header) -> dict[str, dict[str, Any]]:
     """Returns the contents of all JSON files, by name."""
     config = _config(header)
     words = gguf_tokenizer.documents(header.path, header.fields, config["vocab_size"])
@@ -112,69 +154,69 @@ def find(path: pathlib.Path) -> dict[str, files.Entry]:
     Raises:
       CheckpointError: as `document`.
     """
-    header = gguf_header.read(path)
-    head_dim = _documents(header)["config.json"]["head_dim"]
-    is_llama = header.fields["general.architecture"] == "llama"
+    found = header(path)
+    config = _documents(found)["config.json"]
+    is_llama = found.fields["general.architecture"] == "llama"
+    names = _names(found, config)
     entries = {}
-    for name, tensor in header.tensors.items():
+    for name, tensor in found.tensors.items():
         if name == _FREQUENCIES:  # It is in the config.
             continue
-        renamed = _renamed(name)
-        is_turned = name.endswith((".attn_q.weight", ".attn_k.weight"))
-        rows = head_dim if is_llama and is_turned else 1
-        entries[renamed] = _entry(path, renamed, tensor, rows)
+        stem, *suffix = name.rpartition(".")
+        renamed = "".join([names.get(stem, stem), *suffix])
+        is_turned = is_llama and name.endswith((".attn_q.weight", ".attn_k.weight"))
+        rows = config["head_dim"] if is_turned else 1
+        entries[renamed] = _entry(dataclasses.replace(tensor, name=renamed), rows)
     return entries
 
 
-def _entry(
-    path: pathlib.Path, name: str, tensor: gguf_header.Tensor, rows: int
-) -> files.Entry:
-    """Returns a tensor's entry: where its values are and how to unpack them.
+def _names(header: Header, config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns Hugging Face's names of modules by those of llama.cpp."""
+    gguf = _package()
+    number = gguf.MODEL_ARCH[config["model_type"].upper()]
+    blocks = {name.split(".")[1] for name in header.tensors if name[:4] == "blk."}
+    table = gguf.get_tensor_name_map(number, len(blocks))
+    patterns = " ".join(families.named(config).names.values()).split()
+    numbered = ((one, at) for one in patterns for at in range(max(1, len(blocks))))
+    ours = {pattern.format(at).removesuffix(".bias") for pattern, at in numbered}
+    return {table.get_name(name): name for name in ours}
+
+
+def _entry(tensor: files.Entry, rows: int) -> files.Entry:
+    """Returns the entry of a tensor's values.
 
     Args:
-      rows: number of rows that are unpacked together: all of a head where the pairs
-        that RoPE turns are side by side, as llama.cpp has Llama's; otherwise 1.
+      rows: of a head, where the pairs that RoPE turns are side by side, as llama.cpp
+        has Llama's; otherwise 1.
     """
-    where: dict[str, Any] = {
-        "name": name,
-        "path": path,
-        "shape": tensor.shape,
-        "offset": tensor.offset,
-        "kind": tensor.kind,
-    }
-    plain = files.DTYPES.get(tensor.kind)
-    if plain is not None and rows == 1:
-        return files.Entry(dtype=plain, **where)
-    if len(tensor.shape) != 2 or tensor.shape[0] % rows or rows > 1 and rows % 2:
+    shape, kind = tensor.shape, tensor.kind
+    is_packed = kind not in files.DTYPES
+    if (rows > 1 or is_packed) and len(shape) != 2 or rows > 1 and shape[0] % rows:
         raise files.CheckpointError(
-            f"{path}: {name} is {tensor.kind} of shape {list(tensor.shape)}: give "
+            f"{tensor.path}: {tensor.name} is {kind} of shape {list(shape)}: give "
             f"matrices whose rows are a multiple of {rows}"
         )
-    values, size = tensor.block
-    columns = tensor.shape[1]
-    row_bytes = columns // values * size
-    unpack = functools.partial(
-        _unpack, kind=tensor.kind, row_bytes=row_bytes, columns=columns, rows=rows
+
+    def mapped() -> np.ndarray:
+        raw = tensor.mapped()
+        if rows > 1:  # [heads, pairs, first and second] -> [heads, halves, pairs]
+            raw = raw.reshape(-1, rows // 2, 2, raw.shape[-1]).swapaxes(1, 2)
+        return raw if is_packed else raw.view(files.DTYPES[kind])
+
+    values = dataclasses.replace(
+        tensor,
+        dtype=files.DTYPES.get(kind, np.dtype(np.float32)),
+        mapped=mapped,
+        unpack=functools.partial(_unpack, kind=kind) if is_packed else None,
     )
-    stored = None
-    if tensor.kind in _BLOCKS:
-        form, view = _BLOCKS[tensor.kind]
-        turn = functools.partial(_turn, columns=columns // values, rows=rows)
-        stored = files.Entry(
-            dtype=files.STORED[form],
-            unit_values=rows * columns // values,
-            unit_bytes=rows * row_bytes,
-            unpack=lambda raw: turn(view(raw)),
-            **where | {"shape": (tensor.shape[0], columns // values)},
-        )
-    return files.Entry(
-        dtype=np.dtype(np.float32),
-        unit_values=rows * columns,
-        unit_bytes=rows * row_bytes,
-        unpack=unpack,
-        stored=stored,
-        **where,
+    if kind not in _BLOCKS:
+        return values
+    form, view = _BLOCKS[kind]
+    blocks = shape[0], shape[1] // 32
+    stored = dataclasses.replace(
+        values, shape=blocks, dtype=files.STORED[form], unpack=view
     )
+    return dataclasses.replace(values, stored=stored)
 
 
 def _with_minimum(raw: np.ndarray) -> np.ndarray:
@@ -196,32 +238,10 @@ _BLOCKS: Mapping[str, tuple[str, Callable[[np.ndarray], np.ndarray]]] = {
 }
 
 
-def _renamed(name: str) -> str:
-    """Returns Hugging Face's name of a tensor."""
-    match = _OF_LAYER.fullmatch(name)
-    if match and match[2] in _LAYER_NAMES:
-        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
-    return _NAMES.get(name, name)
-
-
-def _turn(values: np.ndarray, *, columns: int, rows: int) -> np.ndarray:
-    """Returns flat values, heads of `rows` rows turned to Hugging Face's order."""
-    if rows > 1:  # [heads, pairs, first and second] -> [heads, halves, pairs]
-        values = values.reshape(-1, rows // 2, 2, columns).swapaxes(1, 2)
-    return values.reshape(-1)
-
-
-def _unpack(
-    raw: np.ndarray, *, kind: str, row_bytes: int, columns: int, rows: int
-) -> np.ndarray:
-    """Returns the flat float32 values of whole units of `rows` rows."""
-    packed = raw.reshape(-1, row_bytes)
-    if kind in files.DTYPES:
-        values = packed.view(files.DTYPES[kind]).astype(np.float32)
-    else:
-        gguf = _package()
-        values = gguf.quants.dequantize(packed, gguf.GGMLQuantizationType[kind])
-    return _turn(values, columns=columns, rows=rows)
+def _unpack(raw: np.ndarray, *, kind: str) -> np.ndarray:
+    """Returns the float32 values of rows of blocks."""
+    gguf = _package()
+    return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind])
 
 
 def _package() -> Any:
@@ -231,12 +251,12 @@ def _package() -> Any:
         import gguf.quants
     except ImportError:
         raise ValueError(
-            f"gguf is not installed, which unpacks quantised weights; {INSTALL}"
+            f"gguf is not installed, which reads llama.cpp's files; {INSTALL}"
         ) from None
     return gguf
 
 
-def _config(header: gguf_header.Header) -> dict[str, Any]:
+def _config(header: Header) -> dict[str, Any]:
     """Returns the contents of `config.json` that the metadata states."""
     path, fields = header.path, header.fields
     name = fields.get("general.architecture")
@@ -290,7 +310,7 @@ def _config(header: gguf_header.Header) -> dict[str, Any]:
 
 
 def _scaling(
-    header: gguf_header.Header, own: Mapping[str, Any], head_dim: int
+    header: Header, own: Mapping[str, Any], head_dim: int
 ) -> dict[str, Any] | None:
     """Returns the `rope_scaling` of the metadata, or of Llama 3.1's factors."""
     if _FREQUENCIES in header.tensors:
@@ -299,7 +319,7 @@ def _scaling(
     return None if found.get("rope_type", "none") == "none" else found
 
 
-def _llama3(header: gguf_header.Header, head_dim: int, theta: float) -> dict[str, Any]:
+def _llama3(header: Header, head_dim: int, theta: float) -> dict[str, Any]:
     """Returns the scaling whose factors a tensor holds, with Llama 3.1's bounds.
 
     Raises:
@@ -307,9 +327,7 @@ def _llama3(header: gguf_header.Header, head_dim: int, theta: float) -> dict[str
     """
     tensor = header.tensors[_FREQUENCIES]
     if tensor.kind == "F32" and tensor.shape == (head_dim // 2,):
-        held = np.fromfile(
-            header.path, "<f4", count=head_dim // 2, offset=tensor.offset
-        )
+        held = tensor.mapped()
         factor, low, high, original = float(held.max()), 1.0, 4.0, 8192
         base = theta ** -(np.arange(0, head_dim, 2) / head_dim)
         turns = original * base / (2 * np.pi)

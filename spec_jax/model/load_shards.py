@@ -7,7 +7,6 @@ outputs; their biases are added once, to whole sums. These, the embedding and th
 are on every device.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -162,7 +161,8 @@ def _split(cut, leaf, sources, entries, layout, impl, make, gathers):
             return make(read_rows(leaf, sources, entries, ends))
         ((name, _),) = sources.parts
         out = np.empty((leaf.shape[0], leaf.shape[1] // count), leaf.dtype)
-        tensor_values.read_columns(entries[name], out, first=number * out.shape[1])
+        first, stop = number * out.shape[1], (number + 1) * out.shape[1]
+        tensor_values.read_into(entries[name], out, np.s_[:, first:stop])
         tensor_values.check_finite(entries[name], out)
         return make(out)
 
@@ -201,7 +201,7 @@ def read_rows(
     for (name, shape), (start, stop) in zip(sources.parts, ends, strict=True):
         kept = max(0, min(stop, shape[0]) - start)
         entry, part = entries[name], out[at : at + kept]
-        tensor_values.read_into(entry, part, first=start * math.prod(shape[1:]))
+        tensor_values.read_into(entry, part, np.s_[start : start + kept])
         tensor_values.check_finite(entry, part)
         at += stop - start
     return out

