@@ -26,7 +26,7 @@ from spec_jax.model import (
     row_model,
 )
 from spec_jax.ops import dispatch, page_move
-from spec_jax.paging import allocator, cache as paged
+from spec_jax.paging import allocator, cache as paged, index
 from spec_jax.rules import sampling
 
 
@@ -86,8 +86,11 @@ class SlotRows(target_lib.Target):
           shares: whether slots may begin with pages of others, see `share`.
 
         Raises:
-          ValueError: as `RowModel.new_slots`.
+          ValueError: as `RowModel.new_slots`, or pages of more positions than the model
+            has.
         """
+        positions = self.config.max_position_embeddings
+        index.check_page_size(page_size, num_positions=positions)
         if self.model.cache == "static" and num_pages is not None:
             raise ValueError(
                 "a static cache has its pages by slot: leave num_pages out, or use "

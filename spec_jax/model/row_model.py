@@ -29,9 +29,6 @@ from spec_jax.parallel import shard
 from spec_jax.typing import check_impl
 
 
-SHORT = 1024
-"""Page sizes up to this are allowed even for a model of fewer positions."""
-
 CacheKind = Literal["paged", "static"]
 """Layouts of pages: a pool that all slots share, or a fixed range for each slot."""
 
@@ -137,14 +134,12 @@ class RowModel:
             None: all.
 
         Raises:
-          ValueError: a size below one, pages of more positions than the model has,
-            fewer pages than slots, or a static cache that shares.
+          ValueError: a size below one, fewer pages than slots, or a static cache that
+            shares.
         """
         if capacity < 1:
             raise ValueError(f"{capacity=} must be at least 1")
-        # A drafter may have fewer positions than its target's pages.
-        positions = max(self.config.max_position_embeddings, SHORT)
-        index.check_page_size(page_size, num_positions=positions)
+        index.check_page_size(page_size, num_positions=None)
         pages_per_slot = index.pages_for(capacity, page_size)
         if num_pages is None:
             num_pages = num_slots * pages_per_slot
