@@ -22,18 +22,6 @@ _NAMES = {
 }
 
 if TYPE_CHECKING:
-    from spec_jax.drafters import (
-        block as block,
-        choice as choice,
-        draft_model as draft_model,
-        eagle3 as eagle3,
-        hybrid as hybrid,
-        ngram as ngram,
-        oracle as oracle,
-        registry as registry,
-        suffix as suffix,
-        tree_shapes as tree_shapes,
-    )
     from spec_jax.drafters.block import BlockDrafter as BlockDrafter
     from spec_jax.drafters.choice import Choice as Choice
     from spec_jax.drafters.draft_model import DraftModel as DraftModel

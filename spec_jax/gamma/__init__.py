@@ -18,17 +18,6 @@ _NAMES = {
 }
 
 if TYPE_CHECKING:
-    from spec_jax.gamma import (
-        budget as budget,
-        confidence as confidence,
-        costs as costs,
-        goodput as goodput,
-        leader as leader,
-        policy as policy,
-        schedule as schedule,
-        theory as theory,
-        threshold as threshold,
-    )
     from spec_jax.gamma.budget import Budget as Budget
     from spec_jax.gamma.costs import RoundCosts as RoundCosts
     from spec_jax.gamma.goodput import Goodput as Goodput, RankGoodput as RankGoodput

@@ -12,11 +12,6 @@ _NAMES = {
 }
 
 if TYPE_CHECKING:
-    from spec_jax.processors import (
-        built_in as built_in,
-        grammar as grammar,
-        processor as processor,
-    )
     from spec_jax.processors.built_in import (
         bad_words as bad_words,
         logit_bias as logit_bias,

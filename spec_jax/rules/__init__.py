@@ -15,14 +15,6 @@ _NAMES = {
 }
 
 if TYPE_CHECKING:
-    from spec_jax.rules import (
-        acceptance as acceptance,
-        multi_path as multi_path,
-        rule as rule,
-        sampling as sampling,
-        traversal as traversal,
-        tree_acceptance as tree_acceptance,
-    )
     from spec_jax.rules.acceptance import (
         Outcome as Outcome,
         accept_block as accept_block,
