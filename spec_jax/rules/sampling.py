@@ -28,7 +28,6 @@ costs nothing, and one executable serves all settings. Greedy is an argmax. Unde
 """
 
 import enum
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -307,31 +306,6 @@ def noisy_weights(
 
 
 @typed
-def sample_rows(
-    logits: Float[Array, "R V"],
-    settings: SamplingSettings,
-    *,
-    first_position: Int[Array, ""],
-    num_active: Int[Array, ""],
-    sample: Callable | None = None,
-) -> Int[Array, " R"]:
-    """Draws one token from each active row, int32; padding rows give 0 at no cost.
-
-    Row `i` gives the token of position `first_position + i`. A token's bits depend on
-    its own row, its position and the settings.
-
-    Args:
-      sample: draws in place of `sample_each`, as the kernels of a target do.
-    """
-    offsets = jnp.arange(logits.shape[0], dtype=jnp.int32)
-    each = jax.tree.map(lambda x: jnp.broadcast_to(x, offsets.shape), settings)
-    sample = sample or sample_each
-    return sample(
-        logits, each, positions=first_position + offsets, draws=offsets < num_active
-    )
-
-
-@typed
 def sample_each(
     logits: Float[Array, "R V"],
     settings: SamplingSettings,
@@ -339,9 +313,10 @@ def sample_each(
     positions: Int[Array, " R"],
     draws: Bool[Array, " R"],
 ) -> Int[Array, " R"]:
-    """Draws as `sample_rows` does, each row by its own settings and position.
+    """Draws a token from each row, int32, by its own settings and position.
 
-    Row by row, in a loop.
+    Row by row, in a loop: a token's bits depend on its own row, its position and the
+    settings.
 
     Args:
       settings: with leaves `[R]`.
