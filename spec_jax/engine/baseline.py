@@ -72,7 +72,7 @@ def init_state(
         limit=limit,
         capped=jnp.asarray(capped, bool),
         stop_ids=stop_ids,
-        sampling=sampling_lib.copied(sampling),
+        sampling=jax.tree.map(jnp.array, sampling),
         cache=cache,
         num_steps=jnp.int32(0),
         num_nonfinite=jnp.int32(0),

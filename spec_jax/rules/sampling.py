@@ -39,7 +39,7 @@ from spec_jax.typing import typed
 
 SamplingSettings = settings_lib.SamplingSettings
 make_settings = settings_lib.make_settings
-greedy, copied = settings_lib.greedy, settings_lib.copied
+greedy = settings_lib.greedy
 
 
 class Stream(enum.IntEnum):
@@ -183,7 +183,7 @@ def log_weights(
 def distribution(
     logits: Float[Array, "*rows V"], settings: SamplingSettings
 ) -> Float32[Array, "*rows V"]:
-    """Returns the probabilities that `sample` draws from, for each row.
+    """Returns the probabilities that `sample_each` draws from, for each row.
 
     Row by row, in a loop: a row's bits depend on no other row.
     """
@@ -259,23 +259,6 @@ def _unit_interval(bits: UInt32[Array, "n 2"]) -> Float32[Array, " n"]:
 
 
 @typed
-def sample(
-    logits: Float[Array, " V"],
-    settings: SamplingSettings,
-    position: Int[Array, ""],
-    *,
-    stream: Stream = Stream.SAMPLE,
-    offset: Int[Array, ""] | int = 0,
-) -> Int[Array, ""]:
-    """Draws the token of one `position` from ONE row of logits, int32.
-
-    Greedy where the temperature is 0: no filter, no noise.
-    """
-    scores = noisy_weights(logits, settings, position, stream=stream, offset=offset)
-    return jnp.argmax(scores).astype(jnp.int32)
-
-
-@typed
 def noisy_weights(
     logits: Float[Array, " V"],
     settings: SamplingSettings,
@@ -284,9 +267,10 @@ def noisy_weights(
     stream: Stream = Stream.SAMPLE,
     offset: Int[Array, ""] | int = 0,
 ) -> Float32[Array, " V"]:
-    """Returns the scores whose argmax `sample` returns: log weights plus noise.
+    """Returns the scores whose argmax is the token of one `position`, of ONE row: log
+    weights plus noise.
 
-    At temperature 0 they are the logits as they are.
+    At temperature 0 they are the logits as they are: no filter, no noise.
     """
 
     def noisy(logits):
@@ -328,7 +312,9 @@ def sample_each(
         logits, settings, position, draws = row
         return jax.lax.cond(
             draws,
-            lambda: sample(logits, settings, position),
+            lambda: jnp.argmax(noisy_weights(logits, settings, position)).astype(
+                jnp.int32
+            ),
             lambda: jnp.int32(0),
         )
 
