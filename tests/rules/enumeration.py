@@ -249,7 +249,7 @@ def outcomes(
         constant = len(case.parents) if num_drafted is None else num_drafted
         num_drafted = lambda tokens: constant
     numbers = np.array([num_drafted(one) for one in tokens], np.int32)
-    # What is added has no chance.
+    # Padding has no chance.
     more, rest = (0, 0), (0, 0)
     if rule.widest:
         more = 0, rule.widest - len(case.parents)
