@@ -76,18 +76,10 @@ class Counters:
 
     def __add__(self, other: "Counters") -> "Counters":
         """Adds both; positions that one of them lacks count as zero."""
-        return Counters(
-            tokens=self.tokens + other.tokens,
-            rounds=self.rounds + other.rounds,
-            proposed=self.proposed + other.proposed,
-            accepted=self.accepted + other.accepted,
-            cut=self.cut + other.cut,
-            accepted_hist=_add_padded(self.accepted_hist, other.accepted_hist),
-            proposed_at=_add_padded(self.proposed_at, other.proposed_at),
-            accepted_at=_add_padded(self.accepted_at, other.accepted_at),
-            kept_by_rank=_add_padded(self.kept_by_rank, other.kept_by_rank),
-            nonfinite=self.nonfinite + other.nonfinite,
-        )
+        both = {
+            name: _add(own, getattr(other, name)) for name, own in vars(self).items()
+        }
+        return Counters(**both)
 
 
 def of_slot(slot: Any, *, num_tokens: int) -> Counters:
@@ -219,6 +211,8 @@ def require(
         raise IdentityError(identity, " against ".join(map(str, numbers)) + where)
 
 
-def _add_padded(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    """Adds by position; the shorter one is continued with zeros."""
+def _add(a: Any, b: Any) -> Any:
+    """Adds numbers, or counts by position; the shorter are continued with zeros."""
+    if isinstance(a, int):
+        return a + b
     return tuple(x + y for x, y in itertools.zip_longest(a, b, fillvalue=0))

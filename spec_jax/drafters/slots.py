@@ -45,28 +45,23 @@ class OfSlots:
 def new_cache(
     slots: rows_lib.SlotRows,
     *,
-    capacity: int,
-    page_size: int,
     num_pages: int | None = None,
     kept: int | None = None,
     **how: Any,
 ) -> paged.PagedKV:
-    """Returns a drafter's own empty cache; takes and raises as `SlotRows.new_cache`.
+    """Returns a drafter's own empty cache; takes and raises as `RowModel.new_cache`.
+
+    Its pages are as large as the target's, which may have more positions.
 
     Args:
       kept: positions of a slot that are needed at a time, its last ones; None: all.
     """
-    model, size = slots.model, page_size if isinstance(page_size, int) else 0
-    # Pages are as large as the target's, which may have more positions.
-    positions = max(model.config.max_position_embeddings, size)
-    config = dataclasses.replace(model.config, max_position_embeddings=positions)
-    slots = dataclasses.replace(slots, model=dataclasses.replace(model, config=config))
-    how |= {"capacity": capacity, "page_size": page_size}
-    if kept is not None and kept < capacity:
-        return slots.model.new_cache(slots.num_slots, kept=kept, **how)
-    if slots.model.cache == "static":
+    model = slots.model
+    if kept is not None and kept >= how["capacity"]:
+        kept = None
+    if kept is not None or model.cache == "static":
         num_pages = None  # It counts the target's pages; there is no pool here.
-    return slots.new_cache(num_pages=num_pages, **how)
+    return model.new_cache(slots.num_slots, num_pages=num_pages, kept=kept, **how)
 
 
 def begin(

@@ -73,7 +73,7 @@ def init_state(
         limit=limit,
         capped=jnp.asarray(capped, bool),
         stop_ids=stop_ids,
-        sampling=sampling_lib.copied(sampling),
+        sampling=jax.tree.map(jnp.array, sampling),
         cache=cache,
         num_steps=jnp.int32(0),
         num_nonfinite=jnp.int32(0),
@@ -186,14 +186,10 @@ def _next_token(target, params, cache, token, position, sampling, processing=Non
     is_finite = jnp.isfinite(row.at[highest].get(mode="clip"))
     if sampling is None:
         return cache, highest, is_finite
-    drawn = sampling_lib.sample_rows(
-        logits,
-        sampling,
-        first_position=position,
-        num_active=one,
-        sample=target.draw,
-    )[0]
-    return cache, jnp.where(sampling.temperature == 0, highest, drawn), is_finite
+    places = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    each = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, places.shape), sampling)
+    drawn = target.draw(logits, each, positions=position + places, draws=places < one)
+    return cache, jnp.where(sampling.temperature == 0, highest, drawn[0]), is_finite
 
 
 @functools.partial(

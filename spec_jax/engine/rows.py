@@ -26,7 +26,7 @@ from spec_jax.model import (
     row_model,
 )
 from spec_jax.ops import dispatch, page_move
-from spec_jax.paging import allocator, cache as paged
+from spec_jax.paging import allocator, cache as paged, index
 from spec_jax.rules import sampling
 from spec_jax.typing import check_whole
 
@@ -71,7 +71,10 @@ class SlotRows(target_lib.Target):
         return dispatch.most_rows(self.model.impl) or self.model.slab
 
     def new_cache(self, **sizes: Any) -> paged.PagedKV:
-        """Allocates an empty cache; takes and raises as `RowModel.new_cache`."""
+        """Allocates an empty cache; takes and raises as `RowModel.new_cache`, and
+        raises `ValueError` for pages of more positions than the model has."""
+        positions = self.config.max_position_embeddings
+        index.check_page_size(sizes["page_size"], num_positions=positions)
         return self.model.new_cache(self.num_slots, **sizes)
 
     def share(

@@ -29,9 +29,6 @@ from spec_jax.parallel import shard
 from spec_jax.typing import check_impl, check_whole
 
 
-SHORT = 1024
-"""Page sizes up to this are allowed even for a model of fewer positions."""
-
 CacheKind = Literal["paged", "static"]
 """Layouts of pages: a pool that all slots share, or a fixed range for each slot."""
 
@@ -129,13 +126,11 @@ class RowModel:
             None: all.
 
         Raises:
-          ValueError: a size below one, pages of more positions than the model has,
-            fewer pages than slots, or a static cache with `num_pages` or `shares`.
+          ValueError: a size below one, fewer pages than slots, or a static cache with
+            `num_pages` or `shares`.
         """
         check_whole(capacity=capacity)
-        # A drafter may have fewer positions than its target's pages.
-        positions = max(self.config.max_position_embeddings, SHORT)
-        index.check_page_size(page_size, num_positions=positions)
+        index.check_page_size(page_size, num_positions=None)
         pages_per_slot = index.pages_for(capacity, page_size)
         is_static = self.cache == "static"
         if is_static and (shares or num_pages is not None):

@@ -28,7 +28,6 @@ costs nothing, and one executable serves all settings. Greedy is an argmax. Unde
 """
 
 import enum
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,7 @@ from spec_jax.typing import typed
 
 SamplingSettings = settings_lib.SamplingSettings
 make_settings = settings_lib.make_settings
-greedy, copied = settings_lib.greedy, settings_lib.copied
+greedy = settings_lib.greedy
 
 
 class Stream(enum.IntEnum):
@@ -184,7 +183,7 @@ def log_weights(
 def distribution(
     logits: Float[Array, "*rows V"], settings: SamplingSettings
 ) -> Float32[Array, "*rows V"]:
-    """Returns the probabilities that `sample` draws from, for each row.
+    """Returns the probabilities that `sample_each` draws from, for each row.
 
     Row by row, in a loop: a row's bits depend on no other row.
     """
@@ -260,23 +259,6 @@ def _unit_interval(bits: UInt32[Array, "n 2"]) -> Float32[Array, " n"]:
 
 
 @typed
-def sample(
-    logits: Float[Array, " V"],
-    settings: SamplingSettings,
-    position: Int[Array, ""],
-    *,
-    stream: Stream = Stream.SAMPLE,
-    offset: Int[Array, ""] | int = 0,
-) -> Int[Array, ""]:
-    """Draws the token of one `position` from ONE row of logits, int32.
-
-    Greedy where the temperature is 0: no filter, no noise.
-    """
-    scores = noisy_weights(logits, settings, position, stream=stream, offset=offset)
-    return jnp.argmax(scores).astype(jnp.int32)
-
-
-@typed
 def noisy_weights(
     logits: Float[Array, " V"],
     settings: SamplingSettings,
@@ -285,9 +267,10 @@ def noisy_weights(
     stream: Stream = Stream.SAMPLE,
     offset: Int[Array, ""] | int = 0,
 ) -> Float32[Array, " V"]:
-    """Returns the scores whose argmax `sample` returns: log weights plus noise.
+    """Returns the scores whose argmax is the token of one `position`, of ONE row: log
+    weights plus noise.
 
-    At temperature 0 they are the logits as they are.
+    At temperature 0 they are the logits as they are: no filter, no noise.
     """
 
     def noisy(logits):
@@ -307,31 +290,6 @@ def noisy_weights(
 
 
 @typed
-def sample_rows(
-    logits: Float[Array, "R V"],
-    settings: SamplingSettings,
-    *,
-    first_position: Int[Array, ""],
-    num_active: Int[Array, ""],
-    sample: Callable | None = None,
-) -> Int[Array, " R"]:
-    """Draws one token from each active row, int32; padding rows give 0 at no cost.
-
-    Row `i` gives the token of position `first_position + i`. A token's bits depend on
-    its own row, its position and the settings.
-
-    Args:
-      sample: draws in place of `sample_each`, as the kernels of a target do.
-    """
-    offsets = jnp.arange(logits.shape[0], dtype=jnp.int32)
-    each = jax.tree.map(lambda x: jnp.broadcast_to(x, offsets.shape), settings)
-    sample = sample or sample_each
-    return sample(
-        logits, each, positions=first_position + offsets, draws=offsets < num_active
-    )
-
-
-@typed
 def sample_each(
     logits: Float[Array, "R V"],
     settings: SamplingSettings,
@@ -339,9 +297,10 @@ def sample_each(
     positions: Int[Array, " R"],
     draws: Bool[Array, " R"],
 ) -> Int[Array, " R"]:
-    """Draws as `sample_rows` does, each row by its own settings and position.
+    """Draws a token from each row, int32, by its own settings and position.
 
-    Row by row, in a loop.
+    Row by row, in a loop: a token's bits depend on its own row, its position and the
+    settings.
 
     Args:
       settings: with leaves `[R]`.
@@ -353,7 +312,9 @@ def sample_each(
         logits, settings, position, draws = row
         return jax.lax.cond(
             draws,
-            lambda: sample(logits, settings, position),
+            lambda: jnp.argmax(noisy_weights(logits, settings, position)).astype(
+                jnp.int32
+            ),
             lambda: jnp.int32(0),
         )
 

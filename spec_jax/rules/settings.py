@@ -141,11 +141,6 @@ def greedy(num_slots: int) -> SamplingSettings:
     return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (num_slots,)), one)
 
 
-def copied(settings: SamplingSettings | None) -> SamplingSettings | None:
-    """Copies the settings to arrays of their own; None, which is greedy, stays None."""
-    return jax.tree.map(jnp.array, settings)
-
-
 def folded_seed(seed: int, request: int, sample: int) -> int:
     """Returns the seed of one sample of one request, made from the seed that all share.
 

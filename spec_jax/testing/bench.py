@@ -66,19 +66,6 @@ class Bench:
         """The sizes of the target's cache and of the drafter's memory."""
         return {"capacity": self.capacity, "page_size": self.page_size}
 
-    def request(
-        self,
-        prompt: tuple[int, ...],
-        *,
-        gamma: int,
-        max_tokens: int,
-        stop_ids: tuple[int, ...],
-    ) -> requests_lib.Request:
-        """Returns a request of the prompt."""
-        return requests_lib.Request(
-            prompt=list(prompt), max_tokens=max_tokens, gamma=gamma, stop_ids=stop_ids
-        )
-
     def plain(
         self,
         prompt: tuple[int, ...],

@@ -17,7 +17,7 @@ import numpy as np
 
 from spec_jax import tree
 from spec_jax.drafters import each
-from spec_jax.engine import checks, protocols, rows
+from spec_jax.engine import checks, protocols, requests as requests_lib, rows
 from spec_jax.testing import bench as bench_lib, compare, one_slot
 
 
@@ -194,27 +194,24 @@ def _drafts(proposal: protocols.Proposal) -> list[int]:
     return np.asarray(proposal.tokens)[: int(proposal.num_drafted)].tolist()
 
 
-def _gamma(bench: Bench, text: list[int], gamma: int) -> jax.Array:
-    """Returns `gamma`, or as much of it as there is room for, as rounds do."""
-    return jnp.int32(min(gamma, bench.capacity - len(text)))
-
-
 @functools.partial(jax.jit, static_argnames=("drafter",), donate_argnames=("memory",))
 def _jitted(drafter, params, memory, tokens, length, gamma):
     one = one_slot.OneSlot(drafter=drafter)
     return one.propose(params, memory, tokens, length, gamma)
 
 
-def _propose(drafter, params, memory, bench, text, *, gamma, behind=(0,)):
-    """Proposes after `text`; a copy of the memory is donated."""
+def _propose(drafter, params, memory, bench, text, *, gamma=None, behind=(0,)):
+    """Proposes after `text`, all that there is room for or `gamma` tokens; a copy of
+    the memory is donated."""
+    gamma = drafter.gamma_max if gamma is None else gamma
     return _jitted(
         drafter,
         params,
         jax.tree.map(jnp.array, memory),
         _buffer(bench, text, behind=behind),
         jnp.int32(len(text)),
-        _gamma(bench, text, gamma),
-    )[1]
+        jnp.int32(min(gamma, bench.capacity - len(text))),
+    )
 
 
 def check_proposals(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
@@ -229,7 +226,7 @@ def check_proposals(drafter: protocols.Drafter, params: Any, bench: Bench) -> No
         memory = _begin(drafter, params, bench, text)
         after_text = functools.partial(_propose, drafter, params, memory, bench, text)
         for gamma in range(drafter.gamma_max + 1):
-            proposal = after_text(gamma=gamma)
+            _, proposal = after_text(gamma=gamma)
             num_drafted, drafts = int(proposal.num_drafted), _drafts(proposal)
             why = f"{num_drafted} tokens for {gamma=}"
             fail_if(not 0 <= num_drafted <= gamma, "number drafted", why)
@@ -240,7 +237,7 @@ def check_proposals(drafter: protocols.Drafter, params: Any, bench: Bench) -> No
             _check_tree(drafter, proposal)
             # The text again: a drafter that looks tokens up finds these, too.
             for behind in ([1], [vocab_size - 1], text):
-                changed = _drafts(after_text(gamma=gamma, behind=behind))
+                changed = _drafts(after_text(gamma=gamma, behind=behind)[1])
                 what = behind[0] if len(behind) == 1 else "the text again"
                 why = f"{what} behind the text turns {drafts} into {changed}"
                 fail_if(changed != drafts, "reads past the end", why)
@@ -304,13 +301,12 @@ def check_truncation(drafter: protocols.Drafter, params: Any, bench: Bench) -> N
         memory = _begin(drafter, params, bench, prompt)
         table = _table(drafter, bench, text)
         for number in range(len(text)):
-            tokens, n = _buffer(bench, text[:length]), jnp.int32(length)
-            gamma = _gamma(bench, text[:length], drafter.gamma_max)
-            learnt = jax.tree.map(jnp.array, memory)
-            fresh = one.taught(_begin(drafter, params, bench, text[:length]), learnt)
-            memory, proposal = _jitted(drafter, params, memory, tokens, n, gamma)
-            drafts = _drafts(proposal)
-            expected = _drafts(_jitted(drafter, params, fresh, tokens, n, gamma)[1])
+            fresh = one.taught(_begin(drafter, params, bench, text[:length]), memory)
+            (memory, found), (_, right) = (
+                _propose(drafter, params, held, bench, text[:length])
+                for held in (memory, fresh)
+            )
+            drafts, expected = _drafts(found), _drafts(right)
             why = f"{drafts} after {number} rounds, {expected} from a fresh memory"
             fail_if(drafts != expected, "truncation", why)
             agrees = [d == t for d, t in zip(drafts, text[length:], strict=False)]
@@ -367,9 +363,7 @@ def _drafts_by_features(drafter, params, bench, texts, tables, *, rest=0, anew=F
         memory = one.prefill(params, bench, prompt, prefill)
         length, number = len(prompt), 0
         while length < len(text):
-            tokens, n = _buffer(bench, text[:length]), jnp.int32(length)
-            gamma = _gamma(bench, text[:length], drafter.gamma_max)
-            memory, proposal = _jitted(drafter, params, memory, tokens, n, gamma)
+            memory, proposal = _propose(drafter, params, memory, bench, text[:length])
             found.append(_drafts(proposal))
             before, number = length, number + 1
             length += 1 + number % (1 + protocols.depth_max(drafter))
@@ -404,7 +398,7 @@ def check_lossless(drafter: protocols.Drafter, params: Any, bench: Bench) -> Non
             # A copy is the same drafter, and so the same executable.
             slots = each.lift(copy.deepcopy(drafter), 1)
             watched = one_slot.Watched(inner=slots, traces=traces)
-            request = bench.request(prompt, gamma=gamma, **ends)
+            request = requests_lib.Request(prompt=list(prompt), gamma=gamma, **ends)
             written = _written("lossless", bench, watched, params, [request])[0]
             expected = bench.plain(prompt, **ends)
             why = f"{written} with {gamma=}, {ends}, decoding {expected}"
@@ -429,7 +423,8 @@ def check_slots(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
         gamma = number % (drafter.gamma_max + 1)
         ends: dict[str, Any] = {"max_tokens": max(1, bench.max_tokens - number)}
         ends["stop_ids"] = stop_ids
-        requests.append(bench.request(prompt, gamma=gamma, **ends))
+        request = requests_lib.Request(prompt=list(prompt), gamma=gamma, **ends)
+        requests.append(request)
         expected.append(bench.plain(prompt, **ends))
     num_slots = max(2, len(bench.prompts) - 1)
     slots = each.lift(drafter, num_slots)

@@ -9,7 +9,7 @@ import pytest
 from decoding import PROMPT, SMALL, Ask
 
 from spec_jax.drafters import each, ngram, tree_shapes
-from spec_jax.engine import baseline, checks, scheduler as scheduler_lib
+from spec_jax.engine import baseline, checks, rows, scheduler as scheduler_lib
 from spec_jax.model import row_model
 
 
@@ -149,12 +149,12 @@ def test_pairs_that_do_not_fit_together():
     [
         (0, 8, "capacity=0 must be a whole number of at least 1"),
         (96, 0, "page_size=0 must be a whole number of at least 1"),
-        (96, 1025, "page_size=1025 is above 1024"),
+        (96, 1025, "page_size=1025 is above 512"),
     ],
 )
 def test_impossible_sizes_are_refused(kind, capacity, page_size, message):
     target = dataclasses.replace(SMALL.target, cache=kind)
     with pytest.raises(ValueError, match=message):
-        target.new_cache(capacity=capacity, page_size=page_size)
+        rows.of(target, 1).new_cache(capacity=capacity, page_size=page_size)
     with pytest.raises(ValueError, match="cache='dynamic' is not one of paged, static"):
         dataclasses.replace(SMALL.target, cache="dynamic")

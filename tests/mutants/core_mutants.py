@@ -147,9 +147,6 @@ RULES = (
            "rules.acceptance:_of_drafts", "fill_value=0", "fill_value=1",
            "rules/test_acceptance.py::"
            "test_a_draft_outside_the_vocabulary_is_never_kept[rejection-4]"),
-    Mutant("noise is that of a row's place in the slab", "rules.sampling:sample_rows",
-           "first_position + offset", "offset",
-           "rules/test_sampling_noise.py::test_a_draw_depends_on_its_row_and_position"),
     Mutant("logits that are not finite are not counted",
            "engine.verification:finite_rows", "jnp.isfinite(top[:, 0])",
            "jnp.isfinite(top[:, 0]) | True", "engine/test_liars.py::"

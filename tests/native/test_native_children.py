@@ -222,9 +222,10 @@ def one_by_one(logits, draws, slot):
 @functools.partial(jax.jit, static_argnames=("stream",))
 def _drawn(logits, settings, positions, *, offset, stream):
     """Returns a token and the log weights of each row."""
-    draw = functools.partial(sampling.sample, stream=stream, offset=offset)
+    noisy = functools.partial(sampling.noisy_weights, stream=stream, offset=offset)
     weights = jax.vmap(sampling.log_weights)(logits, settings)
-    return jax.vmap(draw)(logits, settings, positions), weights
+    tokens = jax.vmap(noisy)(logits, settings, positions).argmax(axis=-1)
+    return tokens.astype(jnp.int32), weights
 
 
 def drawing(*kinds, independent=False):

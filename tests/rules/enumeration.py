@@ -1,10 +1,10 @@
 """The exact law of what an acceptance rule commits, over tiny vocabularies.
 
-Every chain that a drafter may draw, and every outcome of the uniforms, is given to the
-rule as it is (jitted, in float32); their probabilities are summed in float64. A uniform
-is put just below its probability, where it succeeds, or on it, where it fails. Only the
-draw of the target's token is not enumerated, but taken from its weights: a Gumbel
-argmax draws in proportion to them, which `tests/rules/test_sampling.py` checks.
+Every chain or tree that a drafter may draw, and every outcome of the uniforms, is given
+to the rule as it is (jitted, in float32); their probabilities are summed in float64. A
+uniform is put just below its probability, where it succeeds, or on it, where it fails.
+Only the draw of the target's token is not enumerated, but taken from its weights: a
+Gumbel argmax draws in proportion to them, as `tests/rules/test_sampling.py` checks.
 """
 
 import dataclasses
@@ -15,16 +15,23 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import planting
 
-from spec_jax.rules import acceptance
+from spec_jax.rules import acceptance, multi_path, traversal, tree_acceptance
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A rule under test: how it decides, and by which probabilities."""
+    """A rule under test: how it decides, and by which probabilities.
+
+    Attributes:
+      widest: drafts that all trees are padded to, with nodes that were not drafted, so
+        that they share a program; 0: none are. None: a rule of chains.
+    """
 
     accept: Callable
     probabilities: Callable
+    widest: int | None = None
 
 
 REJECTION = Rule(
@@ -35,8 +42,31 @@ BLOCK = Rule(
 )
 RULES = {"rejection": REJECTION, "block": BLOCK}
 
+WIDEST, DEEPEST = 6, 3
+OF_TREES = {
+    "rejection": Rule(
+        accept=tree_acceptance.accept_tree,
+        probabilities=tree_acceptance.tree_probabilities,
+        widest=WIDEST,
+    ),
+    "block": Rule(
+        accept=traversal.accept_traversal,
+        probabilities=lambda tree: traversal.traversal_probabilities(tree)[0],
+        widest=WIDEST,
+    ),
+    # It depends on the shape.
+    "multipath": Rule(
+        accept=multi_path.accept_multi_path,
+        probabilities=multi_path.multi_path_probabilities,
+        widest=0,
+    ),
+}
+
 ROUNDING = 1e-6
 """The total variation that sums in float32 may cause."""
+
+PLANTED = ((acceptance, "residual", lambda _: lambda target, draft: target),)
+"""A fault: the residual is not subtracted."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,32 +74,36 @@ class Case:
     """Two tiny models: next-token probabilities after every prefix.
 
     Entry `i` of a table is `[V] * i + [V]` float32: the row after each prefix of length
-    `i`. `truth` and `target` have `gamma + 1` entries, the others `gamma`.
+    `i`. `truth` and `target` have an entry more than the others, one for each depth.
 
     Attributes:
       truth: the target's true probabilities.
       target: the target's probabilities that the rule is told.
       drawn: the probabilities that drafts are drawn from.
       draft: the draft's probabilities that the rule is told.
+      parents: the column of each draft's parent.
+      is_certain: drafts are the most probable tokens; the rule is told no draft rows.
+      with_replacement: siblings are drawn with replacement, as "multipath" needs them.
     """
 
     truth: list[np.ndarray]
     target: list[np.ndarray]
     drawn: list[np.ndarray]
     draft: list[np.ndarray]
-
-    @property
-    def gamma(self) -> int:
-        return len(self.drawn)
+    parents: tuple[int, ...]
+    is_certain: bool = False
+    with_replacement: bool = False
 
     @property
     def vocab_size(self) -> int:
         return self.truth[0].shape[0]
 
 
-def honest(target: list[np.ndarray], draft: list[np.ndarray]) -> Case:
-    """Returns the case in which the rule is told the true probabilities."""
-    return Case(truth=target, target=target, drawn=draft, draft=draft)
+def honest(target: list[np.ndarray], draft: list[np.ndarray], **more) -> Case:
+    """Returns the case in which the rule is told the true probabilities; a chain if no
+    parents are given."""
+    more = {"parents": tuple(range(len(draft)))} | more
+    return Case(truth=target, target=target, drawn=draft, draft=draft, **more)
 
 
 def table(rows: Callable, vocab_size: int, depth: int) -> list[np.ndarray]:
@@ -78,18 +112,6 @@ def table(rows: Callable, vocab_size: int, depth: int) -> list[np.ndarray]:
         np.asarray(rows(vocab_size**i), np.float32).reshape((vocab_size,) * (i + 1))
         for i in range(depth)
     ]
-
-
-def _rows(entries: list[np.ndarray], chains: np.ndarray) -> np.ndarray:
-    """Returns the rows along each chain, `[chains, entries, V]`."""
-    along = [entry[tuple(chains[:, :i].T)] for i, entry in enumerate(entries)]
-    shape = (len(chains), entries[0].shape[0])
-    return np.stack([np.broadcast_to(rows, shape) for rows in along], axis=1)
-
-
-def _at(rows: np.ndarray, chains: np.ndarray) -> np.ndarray:
-    """Returns each row's value of the chain's next token, `[chains, entries]`."""
-    return np.take_along_axis(rows, chains[:, :, None], axis=-1)[..., 0]
 
 
 def _normalised(rows: np.ndarray) -> np.ndarray:
@@ -109,30 +131,60 @@ def continuations(entries: list[np.ndarray]) -> list[np.ndarray]:
 
 
 @functools.lru_cache(maxsize=64)
-def _evaluate(rule: Rule):
-    """Returns a jitted function: the rule on all chains and outcomes of uniforms."""
+def _evaluate(rule: Rule, is_certain: bool):
+    """Returns a jitted function: the rule on all drafts and outcomes of uniforms."""
 
-    def one(chain, draft, target, num_drafted, succeeds):
-        probabilities = rule.probabilities(chain, draft, target, num_drafted)
-        below = jnp.maximum(jnp.nextafter(probabilities.keep, jnp.float32(-1)), 0)
-        uniforms = jnp.where(succeeds, below, probabilities.keep)
-        noise = jnp.zeros(draft.shape[-1], jnp.float32)
-        outcome = rule.accept(
-            chain, draft, target, num_drafted, uniforms=uniforms, noise=noise
-        )
-        return outcome, probabilities.keep, probabilities.own[outcome.num_accepted]
+    def one(parents, wanted, fault, tokens, draft, target, number, succeeds):
+        draft = None if is_certain else draft
+        told, how = (tokens, draft, target, number), {}
+        drafted = told
+        if rule.widest is not None:
+            told, how = (tokens, parents, *told[1:], wanted), {"depth_max": DEEPEST}
+            names = "tokens parents draft_probs target_probs num_drafted wanted".split()
+            named = dict(zip(names, told, strict=True))
+            drafted = (tree_acceptance.Drafted(**named, **how),)
+        with planting.planted(PLANTED, fault):
+            probabilities = rule.probabilities(*drafted)
+            below = jnp.maximum(jnp.nextafter(probabilities.keep, jnp.float32(-1)), 0)
+            how["uniforms"] = jnp.where(succeeds, below, probabilities.keep)
+            how["noise"] = jnp.zeros(target.shape[-1], jnp.float32)
+            outcome = rule.accept(*told, **how)
+        last, is_cut = outcome.num_accepted, False
+        if outcome.path is not None:
+            is_cut = last >= wanted
+            last = jnp.append(0, outcome.path)[last]
+        # No weight is left where rounding alone rejects: the target's row.
+        own = acceptance.or_else(probabilities.own[last], target[last])
+        return outcome, probabilities.keep, jnp.where(is_cut, target[last], own)
 
-    over_uniforms = jax.vmap(one, in_axes=(None, None, None, None, 0))
-    return jax.jit(jax.vmap(over_uniforms, in_axes=(0, 0, 0, 0, None)))
+    over_uniforms = jax.vmap(one, in_axes=(None,) * 7 + (0,))
+    return jax.jit(jax.vmap(over_uniforms, in_axes=(None,) * 3 + (0,) * 4 + (None,)))
 
 
 def _all(values, length: int) -> np.ndarray:
     return np.asarray(list(itertools.product(values, repeat=length)))
 
 
-def all_chains(case: Case) -> np.ndarray:
-    """Returns every chain that a drafter may draw, `[chains, gamma]`."""
-    return _all(range(case.vocab_size), case.gamma)
+def _drawn(case: Case):
+    """Yields all drafts: `(chance, tokens, rows of draft and target by column)`."""
+    V = case.vocab_size
+    # After the deepest nodes nothing is drafted.
+    draft = [*case.draft, np.full_like(case.target[-1], 1 / V)]
+    for tokens in itertools.product(range(V), repeat=len(case.parents)):
+        prefixes, chance, before = [()], 1.0, {}
+        for token, parent in zip(tokens, case.parents, strict=True):
+            prefix, siblings = prefixes[parent], before.setdefault(parent, [])
+            row = case.drawn[len(prefix)][prefix].astype(np.float64)
+            if case.is_certain:  # The next in rank is certain.
+                chance *= token == np.argsort(-row)[len(siblings)]
+            else:
+                if not case.with_replacement:
+                    row[siblings] = 0
+                chance *= row[token] / row.sum()
+            siblings.append(token)
+            prefixes.append((*prefix, token))
+        rows = [draft[len(p)][p] for p in prefixes[:-1]]
+        yield chance, tokens, rows, [case.target[len(p)][p] for p in prefixes]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,34 +228,52 @@ class Outcomes:
         return law
 
 
-def outcomes(rule: Rule, case: Case, num_drafted: int | Callable) -> Outcomes:
+def outcomes(
+    rule: Rule,
+    case: Case,
+    num_drafted: int | Callable | None = None,
+    *,
+    wanted: int = 9,
+    fault: int = 0,
+) -> Outcomes:
     """Returns what a rule may commit in a case.
 
     Args:
-      num_drafted: how many drafts are verified, or a function of the drafted chain.
+      num_drafted: how many drafts are verified, or a function of their tokens; None:
+        all.
+      wanted: drafts to keep, at most, of a tree.
+      fault: the number of one of `PLANTED`.
     """
-    chains = all_chains(case)
+    chances, tokens, draft, target = map(np.array, zip(*_drawn(case), strict=True))
     if not callable(num_drafted):
-        num_drafted = lambda chain, constant=num_drafted: constant
-    num_drafted = np.array([num_drafted(chain) for chain in chains], np.int32)
-    patterns = _all((True, False), case.gamma)
-    target = _rows(case.target, chains)
-    told = chains.astype(np.int32), _rows(case.draft, chains), target, num_drafted
-    outcomes, keep, own = jax.device_get(_evaluate(rule)(*told, patterns))
-    chance = np.prod(_at(_normalised(_rows(case.drawn, chains)), chains), axis=-1)
+        constant = len(case.parents) if num_drafted is None else num_drafted
+        num_drafted = lambda tokens: constant
+    numbers = np.array([num_drafted(one) for one in tokens], np.int32)
+    # Padding has no chance.
+    more, rest = (0, 0), (0, 0)
+    if rule.widest:
+        more = 0, rule.widest - len(case.parents)
+        rest = 0, case.vocab_size**rule.widest - len(chances)
+    patterns = _all((True, False), len(case.parents) + more[1])
+    told = (
+        np.pad(tokens, (rest, more)).astype(np.int32),
+        np.pad(draft, (rest, more, (0, 0)), mode="edge").astype(np.float32),
+        np.pad(target, (rest, more, (0, 0)), mode="edge").astype(np.float32),
+        np.pad(numbers, rest),
+    )
+    parents = np.pad(case.parents, more).astype(np.int32)
+    how = parents, jnp.int32(wanted), jnp.int32(fault)
+    run = _evaluate(rule, case.is_certain)
+    outcome, keep, own = jax.device_get(run(*how, *told, patterns))
     # Only patterns where uniforms past the drafts succeed count: none may be read.
-    is_real = (np.arange(case.gamma) < num_drafted[:, None])[:, None]
+    is_real = (np.arange(keep.shape[-1]) < told[-1][:, None])[:, None]
     keep = np.where(is_real, keep, 1.0)
-    # No weight is left where rounding alone rejects: the target's row.
-    rejected = np.take_along_axis(target, outcomes.num_accepted[..., None], axis=1)
-    own = np.where(own.any(axis=-1, keepdims=True), own, rejected)
-    return Outcomes.possible(chance, keep, patterns, outcomes, own)
+    return Outcomes.possible(np.pad(chances, rest), keep, patterns, outcome, own)
 
 
-def bias(rule: Rule, case: Case, num_drafted: int | Callable | None = None) -> float:
+def bias(rule: Rule, case: Case, num_drafted=None, **how) -> float:
     """Returns the total variation between the committed law and the target's own."""
-    num_drafted = case.gamma if num_drafted is None else num_drafted
-    law = outcomes(rule, case, num_drafted).law(case.truth)
+    law = outcomes(rule, case, num_drafted, **how).law(case.truth)
     gap = law - continuations(case.truth)[0]
     return 0.5 * np.abs(gap).sum()
 
@@ -213,19 +283,19 @@ def mean_by_theory(rule: Rule, case: Case) -> float:
     by one, a prefix stays with the product of `min(1, target / draft)`. As a block it
     does with `p_i = min(1, p_{i-1} * target / draft)`, by Sun et al. (2024)."""
     total = 0.0
-    for length in range(1, case.gamma + 1):
-        chains = _all(range(case.vocab_size), length)
-        target, draft = (
-            _at(_normalised(_rows(entries[:length], chains)), chains)
-            for entries in (case.target, case.draft)
-        )
-        stays = np.ones(len(chains))
-        for t, d in zip(target.T, draft.T, strict=True):
-            # A prefix that is never drafted counts 0, whatever its ratio.
-            ratio = t / np.where(d > 0, d, 1)
-            one_by_one = stays * np.minimum(1, ratio)
-            stays = np.minimum(1, stays * ratio) if rule is BLOCK else one_by_one
-        total += (draft.prod(axis=-1) * stays).sum()
+    for length in range(1, len(case.draft) + 1):
+        for chain in itertools.product(range(case.vocab_size), repeat=length):
+            chance = stays = 1.0
+            for i, token in enumerate(chain):
+                t, d = (
+                    _normalised(entries[i][chain[:i]])[token]
+                    for entries in (case.target, case.draft)
+                )
+                # A prefix that is never drafted counts 0, whatever its ratio.
+                chance, ratio = chance * d, t / (d or 1)
+                one_by_one = stays * min(1, ratio)
+                stays = min(1, stays * ratio) if rule is BLOCK else one_by_one
+            total += chance * stays
     return total
 
 
