@@ -103,6 +103,10 @@ class Product:
     out_dtype: str | None = None
     form: str | None = None  # of the weights' blocks, if they are blocks
 
+    @property
+    def parts(self) -> int:
+        return 2 if self.is_gate else 1
+
     def inputs(self, rng, rows: int = 16) -> tuple[dict, dict]:
         """Returns the arrays of rows, and the arrays that all rows share."""
         normal = lambda *shape, scale=1.0: oracle.normal(rng, shape, self.dtype, scale)
