@@ -100,7 +100,7 @@ def paged_attention(
         length = jnp.where(jnp.any(mine), positions[leader] + 1, 0)
         of_slot = live & (slots == slots[leader])
         blocks = _shared_blocks(of_slot, positions, branch), _num_blocks(length)
-        place = functools.partial(_places, branch[leader], positions[leader])
+        place = functools.partial(_places, branch, positions, leader)
         return walk(carry, mine, slots[leader], length, blocks, place)
 
     carry = (
@@ -162,11 +162,11 @@ def _leaders(branch, slots, positions, live):
     return jnp.max(jnp.where(on_branch, rows[None, :], -1), axis=1)
 
 
-def _places(branch, position, key_positions):
+def _places(branch, positions, row, key_positions):
     """Returns where the keys that ONE row sees are stored."""
-    (A,) = branch.shape
-    at = key_positions - (position + 1 - A)
-    inside = branch.at[jnp.clip(at, 0, A - 1)].get(mode="clip")
+    A = branch.shape[1]
+    at = key_positions - (positions[row] + 1 - A)
+    inside = branch[row].at[jnp.clip(at, 0, A - 1)].get(mode="clip")
     return jnp.where((at >= 0) & (at < A), inside, key_positions)
 
 
