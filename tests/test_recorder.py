@@ -32,7 +32,7 @@ def run_scripted(target, asks, *, wrong=None):
 def decided(recording, length, *, slot=0):
     """Returns entries of the rows that decided the generated tokens, as integers."""
     at = slice(NUM_PROMPT - 1, int(length) - 1)
-    names = ("fed", "chosen", "log_prob", "logits_hash", "highest", "lowest")
+    names = ("fed", "chosen", "log_prob", "logits_hash", "constant")
     return {n: bits(np.asarray(getattr(recording, n)))[slot, at] for n in names}
 
 
@@ -87,7 +87,7 @@ def test_entries_are_of_the_logits(plain):
     at = np.arange(NUM_PROMPT - 1, int(state.length) - 1)
     assert np.array_equal(np.asarray(recording.fed)[at], tokens[at])
     assert np.array_equal(np.asarray(recording.chosen)[at], tokens[at + 1])
-    assert (np.asarray(recording.lowest)[at] < np.asarray(recording.highest)[at]).all()
+    assert not np.asarray(recording.constant)[at].any()
     assert (np.asarray(recording.fed)[: NUM_PROMPT - 1] == recorder.NONE).all()
 
 

@@ -104,12 +104,11 @@ def _of_slot(slots, cache, *, num_prompt, slot):
         decided = slice(num_prompt - 1, length - 1)
         of = lambda leaf: np.array(leaf[slot])
         row = of(recording.row)[decided]
-        constant = of(recording.lowest) == of(recording.highest)
         decisions = Decisions(
             log_probs=testing.bits(recording.log_prob[slot])[decided].copy(),
             logits=of(recording.logits_hash)[decided],
             row=row,
-            constant=constant[decided],
+            constant=of(recording.constant)[decided],
             drafted=of(recording.drafted)[num_prompt:length],
         )
     return Evidence(

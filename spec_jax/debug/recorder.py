@@ -39,8 +39,7 @@ class Recording(pytree.Node):
     chosen: jax.Array  # [B, max_len] int32, the token of highest logit
     log_prob: jax.Array  # [B, max_len] float32, natural, of that token
     logits_hash: jax.Array  # [B, max_len, 2] uint32, `hash_bits` of all its logits
-    highest: jax.Array  # [B, max_len] float32, the highest of all its logits
-    lowest: jax.Array  # [B, max_len] float32, the lowest of all its logits
+    constant: jax.Array  # [B, max_len] bool, whether all its logits are equal
     # [B, max_len] int32, the last draft for position `p` itself, kept or not
     drafted: jax.Array
 
@@ -90,8 +89,7 @@ class Recorder(target_lib.Target):
                 chosen=full(NONE),
                 log_prob=full(0, dtype=jnp.float32),
                 logits_hash=full(0, 2, dtype=jnp.uint32),
-                highest=full(0, dtype=jnp.float32),
-                lowest=full(0, dtype=jnp.float32),
+                constant=full(0, dtype=bool),
                 drafted=full(NONE),
             )
         )
@@ -188,8 +186,7 @@ class Recorder(target_lib.Target):
                     jax.nn.log_softmax(row)[chosen[i]]
                 ),
                 logits_hash=recording.logits_hash.at[at].set(hash_bits(row)),
-                highest=recording.highest.at[at].set(jnp.max(row)),
-                lowest=recording.lowest.at[at].set(jnp.min(row)),
+                constant=recording.constant.at[at].set(jnp.max(row) == jnp.min(row)),
                 drafted=recording.drafted.at[slot, place + 1].set(
                     following[slot, column], mode="drop"
                 ),

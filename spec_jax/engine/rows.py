@@ -25,7 +25,7 @@ from spec_jax.model import (
     params as params_lib,
     row_model,
 )
-from spec_jax.ops import dispatch, page_move
+from spec_jax.ops import dispatch, draw as draw_op, page_move
 from spec_jax.paging import allocator, cache as paged, index
 from spec_jax.rules import sampling
 from spec_jax.typing import check_whole
@@ -208,12 +208,18 @@ class SlotRows(target_lib.Target):
     @property
     def draw(self) -> Callable[..., Int[Array, " P"]]:
         """The model's own kernels for draws, or XLA's."""
-        return self.model.draw or sampling.sample_each
+        if not draw_op.can_draw(self.model.impl):
+            return sampling.sample_each
+        return functools.partial(draw_op.draw, impl=self.model.impl)
 
     @property
     def sums(self) -> target_lib.Sums:
         """The model's own kernels for distributions, or XLA's."""
-        return target_lib.Sums(*self.model.sums or ())
+        impl = self.model.impl
+        if not draw_op.has_kernels(impl):
+            return target_lib.Sums()
+        kernels = draw_op.distribution, draw_op.row_sums
+        return target_lib.Sums(*(functools.partial(f, impl=impl) for f in kernels))
 
     def keep_path(
         self,

@@ -171,7 +171,7 @@ def forward_block(
             )
         )
         x = add(inner, weight.down)
-    hidden = rms_norm.row_norm(x, params.final_norm, **shared)
+    hidden = rms_norm.rms_norm(x, params.final_norm, **shared)
     logits = projection.project(hidden, params.lm_head, out_dtype="float32", **shared)
     return kv, hidden[:R], logits[:R]
 
@@ -185,7 +185,7 @@ def _around(conv, x, norm, own, shared):
     """
     if conv is None:
         return x, norm, lambda y, w: projection.project(y, w, residual=x, **shared)
-    normed = rms_norm.row_norm(x, norm, **shared)
+    normed = rms_norm.rms_norm(x, norm, **shared)
     kernels = projection.project(normed, conv.kernels, **shared)
     before = jnp.broadcast_to((own > 0)[:, None], x.shape)
 

@@ -118,7 +118,7 @@ def _run_operations(params, config, rows, kv, impl, taps, with_logits, observe):
         first, eps = params.layers[0], getattr(config, "rms_norm_eps", None)
         if eps is not None and not isinstance(first.qkv, weights.Split):
             how = {"num_active": rows.num_active, "eps": eps, "impl": impl}
-            normed = rms_norm.row_norm(x, first.input_norm, **how)
+            normed = rms_norm.rms_norm(x, first.input_norm, **how)
             residual = residual.replace(normed=normed)
     norms = [*(layer.input_norm for layer in params.layers), params.final_norm]
     for number, layer in enumerate(params.layers):
@@ -185,7 +185,7 @@ def row_angles(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns cosines and sines `[R, H/2]` at `positions`, see `rope.angles`."""
     frequencies, scale = families.of(config).rope_table(config)
-    return rope.row_angles(
+    return rope.angles(
         # So that the angles' bits do not depend on how positions are computed.
         jax.lax.optimization_barrier(positions),
         jnp.asarray(frequencies),

@@ -7,7 +7,6 @@ implementation and slab height.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
@@ -23,7 +22,7 @@ from spec_jax.model import (
     load_shards,
     params as params_lib,
 )
-from spec_jax.ops import argmax, dispatch, draw as draw_op, weights
+from spec_jax.ops import argmax, dispatch, weights
 from spec_jax.paging import allocator, cache as paged, index
 from spec_jax.parallel import shard
 from spec_jax.typing import check_impl, check_whole
@@ -261,19 +260,6 @@ class RowModel:
         A kernel's call would ask for all pages on each device of a mesh.
         """
         return self.impl if self.layout is None else "xla"
-
-    @property
-    def draw(self) -> Callable[..., Int[Array, " R"]] | None:
-        """A function that draws a token from each row, as `sampling.sample_each` does;
-        None where there are no kernels, and `sample_each` draws."""
-        if not draw_op.can_draw(self.impl):
-            return None
-        return functools.partial(draw_op.draw, impl=self.impl)
-
-    @property
-    def sums(self) -> draw_op.Sums | None:
-        """How distributions are computed; None: by XLA."""
-        return draw_op.sums(self.impl)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

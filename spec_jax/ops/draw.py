@@ -10,8 +10,6 @@ has no kernels for it:
 Sums over a vocabulary are the kernels', in an order that depends on its size alone.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,10 +21,6 @@ from spec_jax.ops import argmax, dispatch
 from spec_jax.typing import typed
 
 
-Sums = tuple[Callable[..., jax.Array], Callable[[jax.Array], jax.Array]]
-"""`distribution` and `row_sums` of an implementation."""
-
-
 def has_kernels(impl: str) -> bool:
     """Returns whether an implementation has kernels for every function here."""
     return impl in dispatch.PALLAS
@@ -35,16 +29,6 @@ def has_kernels(impl: str) -> bool:
 def can_draw(impl: str) -> bool:
     """Returns whether an implementation has kernels that draw tokens."""
     return impl == "native" or has_kernels(impl)
-
-
-def sums(impl: str) -> Sums | None:
-    """Returns an implementation's `Sums`; None if it has no kernels for them."""
-    if not has_kernels(impl):
-        return None
-    return (
-        functools.partial(distribution, impl=impl),
-        functools.partial(row_sums, impl=impl),
-    )
 
 
 @typed
@@ -83,9 +67,6 @@ def noisy_weights(
     Args:
       settings: `sampling.SamplingSettings` with leaves `[R]`.
       positions: of the tokens to be drawn.
-
-    Raises:
-      NotImplementedError: an implementation without kernels that draw.
     """
     at = _highest(logits, impl)
     return _weights(logits, at, settings, positions, draws, impl, with_noise=True)
@@ -140,10 +121,6 @@ def row_sums(x: Float32[Array, "*rows V"], *, impl: str) -> Float32[Array, "*row
 
 def _weights(logits, at, settings, positions, draws, impl, *, with_noise):
     """Computes log weights of rows that draw, whose highest logits are `at [R]`."""
-    if not has_kernels(impl):
-        raise NotImplementedError(
-            f"impl={impl!r} has no kernels that draw: use rules.sampling.sample_each"
-        )
     highest = jnp.take_along_axis(logits, at[:, None], axis=1)[:, 0]
     kernel = dispatch.kernel("noisy_weights", impl)
     given = logits, highest, settings, positions, draws

@@ -57,15 +57,7 @@ def paged_attention(
         stored at its own position.
       firsts: the first position that each row sees, not past its own; None: 0.
       by_head: see `row_attention`.
-
-    Raises:
-      ValueError: a page size that neither divides `KEY_BLOCK` nor is a multiple.
     """
-    page_size = k_pages.shape[1]
-    if KEY_BLOCK % page_size and page_size % KEY_BLOCK:
-        raise ValueError(
-            f"{page_size=} must divide {KEY_BLOCK}, the key block, or be a multiple"
-        )
     accumulate = _accumulate_each if by_head else _accumulate
     R, N, H = q.shape
     K = k_pages.shape[2]
@@ -75,31 +67,41 @@ def paged_attention(
     queries = queries.reshape(R, K, G, H).transpose(1, 0, 2, 3).reshape(K, R * G, H)
     live = jnp.arange(R, dtype=jnp.int32) < num_active
 
-    def walk_slot(slot, carry):
-        """Adds the keys of one slot, up to its longest active row."""
-        mine = live & (slots == slot)
-        slot_len = jnp.max(jnp.where(mine, positions + 1, 0))
-        num_blocks = _num_blocks(slot_len)
-        if branch is not None:
-            num_blocks = jnp.minimum(
-                num_blocks, _shared_blocks(mine, positions, branch)
-            )
-        hidden = _hidden_blocks(mine, firsts)
+    def walk(carry, mine, slot, length, blocks, place=lambda position: position):
+        """Adds blocks of a slot's keys, below `length`, to the rows that are marked."""
 
         def walk_block(block, carry):
-            start = block * KEY_BLOCK
+            offsets = jnp.arange(KEY_BLOCK, dtype=jnp.int32)
+            key_positions = block * KEY_BLOCK + offsets
+            is_key, places = key_positions < length, place(key_positions)
             keys, values = (
-                _read_block(pages, page_table[slot], start)
+                _read(pages, page_table[slot], places, is_key)
                 for pages in (k_pages, v_pages)
             )
-            key_positions = start + jnp.arange(KEY_BLOCK, dtype=jnp.int32)
-            # A masked key has probability 0, but 0 * NaN is NaN.
-            written = (key_positions < slot_len)[None, :, None]
-            values = jnp.where(written, values, 0.0)
             visible = mine[:, None] & _seen(key_positions, positions, firsts)
             return accumulate(carry, queries, keys, values, visible)
 
-        return jax.lax.fori_loop(hidden, num_blocks, walk_block, carry)
+        first, end = blocks
+        first = jnp.maximum(first, _hidden_blocks(mine, firsts))
+        return jax.lax.fori_loop(first, end, walk_block, carry)
+
+    def walk_slot(slot, carry):
+        """Adds the keys of one slot that all its rows find at their positions."""
+        mine = live & (slots == slot)
+        slot_len = jnp.max(jnp.where(mine, positions + 1, 0))
+        end = _num_blocks(slot_len)
+        if branch is not None:
+            end = jnp.minimum(end, _shared_blocks(mine, positions, branch))
+        return walk(carry, mine, slot, slot_len, (0, end))
+
+    def walk_branch(leader, carry):
+        """Adds the other keys of one branch, for all rows that lie on it."""
+        mine = live & (leaders == leader)
+        length = jnp.where(jnp.any(mine), positions[leader] + 1, 0)
+        of_slot = live & (slots == slots[leader])
+        blocks = _shared_blocks(of_slot, positions, branch), _num_blocks(length)
+        place = functools.partial(_places, branch, positions, leader)
+        return walk(carry, mine, slots[leader], length, blocks, place)
 
     carry = (
         jnp.full((K, R * G), -jnp.inf, jnp.float32),  # running maximum
@@ -111,47 +113,11 @@ def paged_attention(
     else:
         carry = jax.lax.fori_loop(0, page_table.shape[0], walk_slot, carry)
     if branch is not None:
-        rows = slots, positions, branch, firsts, live
-        pools = k_pages, v_pages
-        carry = _walk_branches(carry, queries, pools, page_table, rows, accumulate)
+        leaders = _leaders(branch, slots, positions, live)
+        carry = jax.lax.fori_loop(0, R, walk_branch, carry)
     _, total, weighted = carry
     out = (weighted / total[..., None]).reshape(K, R, G, H)
     return out.transpose(1, 0, 2, 3).reshape(R, N, H).astype(q.dtype)
-
-
-def _walk_branches(carry, queries, pools, page_table, rows, accumulate):
-    """Adds the keys of a branch, which follow the keys that all rows of a slot see.
-
-    It goes branch by branch: the rows that lie on one share its reads.
-    """
-    slots, positions, branch, firsts, live = rows
-    R = slots.shape[0]
-    leaders = _leaders(branch, slots, positions, live)
-
-    def walk_branch(leader, carry):
-        """Adds the keys of one branch, for all rows that lie on it."""
-        mine = live & (leaders == leader)
-        length = jnp.where(jnp.any(mine), positions[leader] + 1, 0)
-        of_slot = live & (slots == slots[leader])
-
-        def walk_block(block, carry):
-            """Adds one block of the branch's keys."""
-            offsets = jnp.arange(KEY_BLOCK, dtype=jnp.int32)
-            key_positions = block * KEY_BLOCK + offsets
-            is_key = key_positions < length
-            places = _places(branch[leader], positions[leader], key_positions)
-            keys, values = (
-                _read_places(pages, page_table[slots[leader]], places, is_key)
-                for pages in pools
-            )
-            visible = mine[:, None] & _seen(key_positions, positions, firsts)
-            return accumulate(carry, queries, keys, values, visible)
-
-        first = _shared_blocks(of_slot, positions, branch)
-        first = jnp.maximum(first, _hidden_blocks(mine, firsts))
-        return jax.lax.fori_loop(first, _num_blocks(length), walk_block, carry)
-
-    return jax.lax.fori_loop(0, R, walk_branch, carry)
 
 
 def _seen(key_positions, positions, firsts):
@@ -196,15 +162,15 @@ def _leaders(branch, slots, positions, live):
     return jnp.max(jnp.where(on_branch, rows[None, :], -1), axis=1)
 
 
-def _places(branch, position, key_positions):
+def _places(branch, positions, row, key_positions):
     """Returns where the keys that ONE row sees are stored."""
-    (A,) = branch.shape
-    at = key_positions - (position + 1 - A)
-    inside = branch.at[jnp.clip(at, 0, A - 1)].get(mode="clip")
+    A = branch.shape[1]
+    at = key_positions - (positions[row] + 1 - A)
+    inside = branch[row].at[jnp.clip(at, 0, A - 1)].get(mode="clip")
     return jnp.where((at >= 0) & (at < A), inside, key_positions)
 
 
-def _read_places(pages, table, places, is_key):
+def _read(pages, table, places, is_key):
     """Reads float32 keys or values `[K, KEY_BLOCK, H]` at places of a slot, or 0."""
     num_pages, C = pages.shape[:2]
     page_ids = table.at[places // C].get(
@@ -213,23 +179,6 @@ def _read_places(pages, table, places, is_key):
     page_ids = jnp.where(is_key, page_ids, num_pages)
     read = bits.to_bits(pages).at[page_ids, places % C].get(mode="fill", fill_value=0)
     return bits.from_bits(read, pages.dtype).astype(jnp.float32).transpose(1, 0, 2)
-
-
-def _read_block(pages, table, start):
-    """Reads float32 keys or values `[K, KEY_BLOCK, H]` at positions from `start`."""
-    _, C, K, H = pages.shape
-    span = min(C, KEY_BLOCK)  # positions taken from one page
-    firsts = start + span * jnp.arange(KEY_BLOCK // span, dtype=jnp.int32)
-    page_ids = table.at[firsts // C].get(mode="fill", fill_value=pages.shape[0])
-    pool = bits.to_bits(pages)
-    if span == C:
-        block = pool.at[page_ids].get(mode="fill", fill_value=0)
-    else:
-        offsets = firsts[0] % C + jnp.arange(span, dtype=jnp.int32)
-        block = pool.at[page_ids[0], offsets].get(mode="fill", fill_value=0)
-    block = bits.from_bits(block.reshape(KEY_BLOCK, K, H), pages.dtype)
-    block = block.astype(jnp.float32)
-    return block.transpose(1, 0, 2)
 
 
 def _accumulate(carry, queries, keys, values, visible):

@@ -144,7 +144,7 @@ def by_kernels(
     """Norms by one kernel of a GPU and multiplies by `skinny_gemm_triton.project`,
     which takes `how`, too."""
     if norm is not None:
-        x = rms_norm.row_norm(x, norm, num_active=num_active, eps=eps, impl=impl)
+        x = rms_norm.rms_norm(x, norm, num_active=num_active, eps=eps, impl=impl)
     kernel = dispatch.kernel("skinny_gemm", impl, "project")
     return kernel(x, weights.of_kernels(w, impl), num_active=num_active, **how)
 

@@ -101,30 +101,22 @@ def angles(
     *,
     scale: float,
     dtype: str | jnp.dtype,
+    impl: str = "xla",
 ) -> tuple[Float[Array, "*rows half"], Float[Array, "*rows half"]]:
-    """Returns cosines and sines of positions, times `scale`, in activations' dtype."""
+    """Returns cosines and sines of positions, times `scale`, in activations' dtype.
+
+    Args:
+      impl: computes those of a slab by its kernels, if it has any.
+    """
+    if impl in dispatch.PALLAS:
+        kernel = dispatch.kernel("angles", impl)
+        return kernel(positions, inv_freq, scale=scale, dtype=jnp.dtype(dtype))
     turns = jnp.broadcast_to(inv_freq, (*positions.shape, *inv_freq.shape))
     radians = positions[..., None].astype(jnp.float32) * turns
     return (
         (jnp.cos(radians) * scale).astype(dtype),
         (jnp.sin(radians) * scale).astype(dtype),
     )
-
-
-@typed
-def row_angles(
-    positions: Int[Array, " R"],
-    inv_freq: Float[Array, " half"],
-    *,
-    scale: float,
-    dtype: str | jnp.dtype,
-    impl: str,
-) -> tuple[Float[Array, "R half"], Float[Array, "R half"]]:
-    """Does as `angles` for a slab, by the kernels of `impl` if it has them."""
-    if impl not in dispatch.PALLAS:
-        return angles(positions, inv_freq, scale=scale, dtype=dtype)
-    kernel = dispatch.kernel("angles", impl)
-    return kernel(positions, inv_freq, scale=scale, dtype=jnp.dtype(dtype))
 
 
 @typed

@@ -32,7 +32,6 @@ from spec_jax.pallas import argmax_triton, launch
 CHUNK, LANES = 2048, 256  # tokens of a program; tokens of one of its loads
 BITS = 4  # of the rank or the end, found by one launch
 WAYS = 2**BITS  # thresholds of a launch
-MAX_VOCABULARY = 2**22  # counts of tokens are exact in float32
 _RANK_PASSES = 32 // BITS
 _LOWEST = -(2**31)  # below every logit
 
@@ -75,12 +74,9 @@ def first_tokens(
 ) -> Kept:
     """Returns what top-k and then top-p keep of each row that draws; others keep all.
 
-    Raises:
-      ValueError: rows of no or too many logits.
+    Rows are such as `argmax_triton` takes: counts of tokens are exact in float32.
     """
     R, V = logits.shape
-    if not 0 < V < MAX_VOCABULARY:
-        raise ValueError(f"rows of {V} logits are not in 1..{MAX_VOCABULARY - 1}")
     kept = Kept(jnp.full((R,), _LOWEST), jnp.full((R,), _span(V)))
     top_k, top_p = settings.top_k, settings.top_p
     filters = (top_k, draws & (top_k < V)), (top_p, draws & (top_p < 1))

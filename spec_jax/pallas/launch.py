@@ -12,7 +12,6 @@ https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-la
 import contextlib
 import contextvars
 import functools
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,11 +20,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-
-VARIABLE = "SPEC_JAX_EARLY_LAUNCH"
-"""Environment variable: 0 turns early launches off, to measure their worth."""
-
-IS_EARLY = os.environ.get(VARIABLE, "1") != "0"
 
 _interpreted = contextvars.ContextVar[bool | None]("interpreted", default=None)
 
@@ -101,7 +95,7 @@ def released(number: jax.Array | int) -> jax.Array:
     The kernel must use the result: without a use, the instruction is not compiled.
     """
     number = jnp.full((1,), number, jnp.int32)
-    if is_interpreted() or not IS_EARLY:
+    if is_interpreted():
         return number
     (number,) = plt.elementwise_inline_asm(
         _RELEASE,

@@ -53,7 +53,7 @@ def noisy_weights(
     Other rows are uninitialised. Rows of temperature 0 have their logits, unchanged.
 
     Raises:
-      ValueError: rows of no or too many logits, or settings of another shape.
+      ValueError: settings of another shape.
     """
     R, V = logits.shape
     each = {"positions": positions, "draws": draws, "highest": highest}

@@ -208,7 +208,8 @@ def _multiply(x, w, residual, num_active, plan, out_dtype, parts=1):
     if plan is None:
         plan = plan_for(parts * N, K, parts=parts)
         plan = byte_gemm.plan_for(plan, parts=parts) if is_bytes else plan
-    check_plan(plan, K, parts=parts)
+    if plan.splits > 1 and (parts > 1 or K % (plan.splits * plan.block_k)):
+        raise ValueError(f"{plan} does not split {K} terms of {parts} parts")
     height = slab.height(R)
     tile = pl.BlockSpec((height, plan.block_n), lambda r, n, s: (r, n))
     out_spec, out = tile, jax.ShapeDtypeStruct((R, N), out_dtype)
@@ -269,32 +270,6 @@ def _num_stages(plan: Plan, height: int, parts: int) -> int:
 
 def _stage_bytes(plan: Plan, height: int, parts: int) -> int:
     return 2 * (height + parts * plan.block_n) * plan.block_k
-
-
-def check_plan(plan: Plan, num_terms: int, *, parts: int) -> None:
-    """Raises `ValueError` if a kernel would miss terms or exceed shared memory."""
-    for name in ("block_n", "block_k", "chains", "num_warps"):
-        value = getattr(plan, name)
-        if value < 1 or value & (value - 1):
-            raise ValueError(f"{name}={value} is not a power of two")
-    if min(plan.block_n, plan.block_k // plan.chains) < MIN_BLOCK:
-        raise ValueError(f"{plan} has a block below {MIN_BLOCK}, the tensor core's")
-    if min(plan.splits, plan.num_stages) < 1:
-        raise ValueError(f"{plan} has no split, or no stage")
-    if plan.splits > 1 and parts > 1:
-        raise ValueError(f"{plan} splits the sums of {parts} parts")
-    if num_terms < 1:
-        raise ValueError(f"sums of {num_terms} terms")
-    if plan.splits > 1 and num_terms % (plan.splits * plan.block_k):
-        raise ValueError(
-            f"{num_terms} terms are not {plan.splits} splits of whole {plan.block_k}s"
-        )
-    stage = _stage_bytes(plan, slab.ROWS, parts)
-    needed = stage * max(plan.num_stages - 1, 1)
-    if needed > slab.MAX_SHARED_BYTES:
-        raise ValueError(
-            f"{plan} needs {needed} of {slab.MAX_SHARED_BYTES} bytes of shared memory"
-        )
 
 
 class Refs(NamedTuple):

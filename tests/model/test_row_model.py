@@ -63,9 +63,10 @@ def test_auto_is_resolved_where_a_model_is_built():
 def lower(impl: str, *, num_layers: int) -> jax.stages.Lowered:
     """Lowers a forward pass of a tiny model from shapes, with its cache donated."""
     config = decoding.make_config(dtype="bfloat16", num_layers=num_layers)
-    model = row_model.RowModel(config=config, impl=impl, slab=5)
+    slab = row_model.slab_for(impl, 5)
+    model = row_model.RowModel(config=config, impl=impl, slab=slab)
     kv = jax.eval_shape(lambda: model.new_cache(capacity=32, page_size=8))
-    row = jax.ShapeDtypeStruct((5,), jnp.int32)
+    row = jax.ShapeDtypeStruct((slab,), jnp.int32)
     number = jax.ShapeDtypeStruct((), jnp.int32)
     rows = decoder.Rows(tokens=row, slots=row, positions=row, num_active=number)
 
@@ -79,7 +80,8 @@ def lower(impl: str, *, num_layers: int) -> jax.stages.Lowered:
     return jitted.lower(params, rows, kv)
 
 
-def test_a_layer_is_traced_and_lowered_once(monkeypatch):
+@pytest.mark.parametrize("impl", ["xla", "interpret"])
+def test_a_layer_is_traced_and_lowered_once(impl, monkeypatch):
     """Fails if the cost of tracing and lowering grows with the number of layers."""
     traced = []
     attention = row_attention.row_attention
@@ -89,7 +91,7 @@ def test_a_layer_is_traced_and_lowered_once(monkeypatch):
         return attention(*args, **kwargs)
 
     monkeypatch.setattr(row_attention, "row_attention", counted)
-    few, many = (lower("xla", num_layers=n).as_text() for n in (2, 9))
+    few, many = (lower(impl, num_layers=n).as_text() for n in (2, 9))
     assert len(traced) == 2
     assert few.count("call @run_layer") == 2
     assert many.count("call @run_layer") == 9

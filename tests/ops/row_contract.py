@@ -22,12 +22,12 @@ from spec_jax.ops import (
 
 
 OPERATIONS = {
-    "angles": (rope.row_angles, None, ("scale", "dtype")),
+    "angles": (rope.angles, None, ("scale", "dtype")),
     "argmax": (argmax.argmax, calls.argmax, ()),
     "embed": (embedding.embed, calls.take_rows, ()),
     "gate": (gated_projection.gated_projection, calls.gate, ("eps",)),
     "move": (page_move.page_move, calls.move, ()),
-    "norm": (rms_norm.row_norm, None, ("eps",)),
+    "norm": (rms_norm.rms_norm, None, ("eps",)),
     "project": (projection.project, calls.project, ("eps", "out_dtype")),
 }
 """Each operation's function, its native kernel and the names of static arguments."""
@@ -102,6 +102,10 @@ class Product:
     has_residual: bool = False
     out_dtype: str | None = None
     form: str | None = None  # of the weights' blocks, if they are blocks
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.is_gate else 1
 
     def inputs(self, rng, rows: int = 16) -> tuple[dict, dict]:
         """Returns the arrays of rows, and the arrays that all rows share."""

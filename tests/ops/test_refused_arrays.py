@@ -101,7 +101,6 @@ REFUSALS = (
     ("attend", "portable", {"q_norm": jnp.ones(16)}, DTYPE, "one of them"),
     ("attend", "portable", {"q_norm": None}, SHAPE, "of queries and of keys: both"),
     ("attend", "portable", {"page_table": whole(3)}, SHAPE, "page_table has shape"),
-    ("attend", "xla", {"page_size": 48}, SHAPE, "page_size=48 must divide 128, the"),
     *(
         ("attend", impl, change, SHAPE, words)
         for impl in BOTH

@@ -5,13 +5,14 @@ import itertools
 import re
 from typing import Any
 
+import assembly
 import hopper
 import hopper_checks as checks
 import hopper_models as models
 import jax
 import jax.numpy as jnp
-import ptxas_log
 import pytest
+from ops.row_contract import Product
 from slow_cases import slow, slow_but
 
 from spec_jax import compilation
@@ -29,50 +30,30 @@ TERMS_PER_PRODUCT = 16  # of a tensor-core instruction
 BYTES_PER_COPY = 16  # of one thread's asynchronous copy to shared memory
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Weights:
-    """One matrix of the row path: `N` rows of `K`, and what is done with its sums."""
-
-    N: int
-    K: int
-    is_gate: bool = False
-    has_norm: bool = False
-    has_residual: bool = False  # to which it is added, and the sum is normed
-    out_dtype: str = "bfloat16"
-    plan: gemm.Plan | None = None
-    form: str | None = None
-
-    @property
-    def parts(self) -> int:
-        return 2 if self.is_gate else 1
-
-
-GATE = {"is_gate": True, "has_norm": True}
-HEAD = {"N": VOCABULARY, "has_norm": True, "out_dtype": "float32"}
+HEAD = {"N": VOCABULARY, "out_dtype": "float32"}
+ADDED = {"has_norm": False, "has_residual": True}  # The sum is normed.
 WEIGHTS = {
-    "8B qkv": Weights(N=6144, K=4096, has_norm=True),
-    "8B out": Weights(N=4096, K=4096, has_residual=True),
-    "8B gate": Weights(N=24_576, K=4096, **GATE),
-    "8B down": Weights(N=4096, K=12_288, has_residual=True),
-    "8B head": Weights(K=4096, **HEAD),
-    "0.6B qkv": Weights(N=4096, K=1024, has_norm=True),
-    "0.6B out": Weights(N=1024, K=2048, has_residual=True),
-    "0.6B gate": Weights(N=6144, K=1024, **GATE),
-    "0.6B down": Weights(N=1024, K=3072, has_residual=True),
-    "0.6B head": Weights(K=1024, **HEAD),
+    "8B qkv": Product(N=6144, K=4096),
+    "8B out": Product(N=4096, K=4096, **ADDED),
+    "8B gate": Product(N=24_576, K=4096, is_gate=True),
+    "8B down": Product(N=4096, K=12_288, **ADDED),
+    "8B head": Product(K=4096, **HEAD),
+    "0.6B qkv": Product(N=4096, K=1024),
+    "0.6B out": Product(N=1024, K=2048, **ADDED),
+    "0.6B gate": Product(N=6144, K=1024, is_gate=True),
+    "0.6B down": Product(N=1024, K=3072, **ADDED),
+    "0.6B head": Product(K=1024, **HEAD),
 }
-
-SPLIT = gemm.Plan(block_n=32, block_k=128, splits=4)
-
-OTHERS = {
-    "split": Weights(N=1024, K=1024, plan=SPLIT, has_norm=True),
-    "odd": Weights(N=77, K=333),
-}
-
-
 BYTES = {
     name: dataclasses.replace(WEIGHTS[name], form="q8_0")
     for name in ("8B gate", "8B down", "8B head", "0.6B out")
+}
+OTHERS = {
+    "split": (
+        Product(N=1024, K=1024),
+        gemm.Plan(block_n=32, block_k=128, splits=4),
+    ),
+    "odd": (Product(N=77, K=333, has_norm=False), None),
 }
 
 
@@ -80,7 +61,9 @@ def _shape(*shape, dtype="bfloat16") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-def product(weights: Weights, rows: int = ROWS) -> hopper.Program:
+def product(
+    weights: Product, rows: int = ROWS, *, plan: gemm.Plan | None = None
+) -> hopper.Program:
     """Builds a product or a gate, as `weights` say."""
     N, K = weights.N, weights.K
     w: Any = _shape(N, K)
@@ -89,23 +72,23 @@ def product(weights: Weights, rows: int = ROWS) -> hopper.Program:
         w = _shape(2 * pairs, N, 32, dtype="int8"), _shape(pairs, N, dtype="int32")
     arrays = {"x": _shape(rows, K), "w": w, "num_active": _shape(dtype="int32")}
     arrays["norm"] = _shape(K) if weights.has_norm else None
-    call, how = projection.by_kernels, {"plan": weights.plan, "eps": 1e-6}
+    call, how = projection.by_kernels, {"plan": plan, "eps": 1e-6}
     if weights.has_residual:
         call, arrays["norm"], arrays["residual"] = gemm.add, _shape(N), _shape(rows, N)
     else:
         how |= {"impl": "triton", "parts": weights.parts}
-        how["out_dtype"] = jnp.dtype(weights.out_dtype)
+        how["out_dtype"] = jnp.dtype(weights.out_dtype or weights.dtype)
     return hopper.Program(fn=lambda arrays: call(**arrays, **how), args=(arrays,))
 
 
-def assert_sums_in_order(kernel: ptxas_log.Kernel) -> None:
+def assert_sums_in_order(kernel: assembly.Kernel) -> None:
     """Asserts that a kernel waits, and releases the next, once, and adds atomically to
     nothing."""
     assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == 1
     assert_no_atomics(kernel)
 
 
-def assert_no_atomics(kernel: ptxas_log.Kernel) -> None:
+def assert_no_atomics(kernel: assembly.Kernel) -> None:
     assert not any("ATOM" in line or "RED." in line for line in kernel.sass)
 
 
@@ -187,10 +170,11 @@ def test_products_of_eight_bits(compiler, name, rows):
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_shapes_and_plans_fit(compiler, name):
     """Fails if a layout, a split or a ragged end spills or cannot be compiled."""
-    report = compiler(product, OTHERS[name])
+    weights, plan = OTHERS[name]
+    report = compiler(product, weights, plan=plan)
     report.assert_fits()
     kernels = [kernel for kernel in report.kernels if "skinny_gemm" in kernel.name]
-    assert len(kernels) == (2 if OTHERS[name].plan else 1)
+    assert len(kernels) == (2 if plan else 1)
     for kernel in kernels:
         assert_no_atomics(kernel)
 
@@ -198,7 +182,7 @@ def test_other_shapes_and_plans_fit(compiler, name):
 def test_spills_are_reported(compiler):
     """Negative control: twice 16 times 256 sums do not fit one warp's registers."""
     plan = gemm.Plan(block_n=256, block_k=32, chains=2, num_warps=1)
-    report = compiler(product, Weights(N=256, K=64, plan=plan))
+    report = compiler(product, Product(N=256, K=64, has_norm=False), plan=plan)
     with pytest.raises(AssertionError, match="bytes are spilt"):
         report.assert_fits()
 
@@ -244,11 +228,11 @@ def test_drawing_is_a_few_launches(compiler):
 
 
 def each_number_of_rows(
-    weights: Weights, single: gemm.Plan | None = None
+    weights: Product, single: gemm.Plan | None = None
 ) -> hopper.Program:
     """Builds the product of 1, of 2, .. of 16 rows; `single` is a plan for 1 row."""
     programs = [product(weights, rows) for rows in range(1, ROWS + 1)]
-    programs[0] = product(dataclasses.replace(weights, plan=single), 1)
+    programs[0] = product(weights, 1, plan=single)
 
     def each_of(*args):
         return [x.fn(*own) for x, own in zip(programs, args, strict=True)]

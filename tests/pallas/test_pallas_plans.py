@@ -166,27 +166,12 @@ def test_eight_bits_on_tiles(rng, K, N):
         run(logits, {**weights, "w": wrong}, rows)
 
 
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        (SPLIT, "7 terms are not 2 splits of whole 32s"),
-        (dataclasses.replace(SMALL, splits=0), "no split"),
-        (dataclasses.replace(SMALL, num_stages=0), "no split"),
-        (dataclasses.replace(SMALL, block_n=48), "block_n=48 is not a power of two"),
-        (dataclasses.replace(SMALL, num_warps=3), "num_warps=3 is not a power of two"),
-        (gemm.Plan(block_n=64, block_k=512), "needs 245760 of 232448 bytes of shared"),
-        (dataclasses.replace(SMALL, chains=4), "a block below 16"),
-        (gemm.Plan(block_n=8, block_k=64), "a block below 16"),
-    ],
-)
-def test_plans_that_are_refused(plan, words):
-    """Fails if a plan that the kernel cannot keep, or a sum of no terms, is taken."""
-    with pytest.raises(ValueError, match=words):
-        gemm.check_plan(plan, 7, parts=1)
-    with pytest.raises(ValueError, match="sums of 0 terms"):
-        gemm.check_plan(SMALL, 0, parts=1)
-    with pytest.raises(ValueError, match="splits the sums of 2 parts"):
-        gemm.check_plan(SPLIT, 64, parts=2)
+@pytest.mark.parametrize(("K", "parts"), [(7, 1), (64 + 32, 1), (64, 2)])
+def test_splits_that_lose_terms_are_refused(K, parts):
+    """Fails if a plan that splits no whole blocks, or a gate, is taken."""
+    x, w = (jnp.zeros((rows, K), jnp.bfloat16) for rows in (16, 32))
+    with pytest.raises(ValueError, match=f"does not split {K} terms of {parts} parts"):
+        gemm.project(x, w, num_active=jnp.int32(1), parts=parts, plan=SPLIT)
 
 
 R = 16
