@@ -8,10 +8,18 @@ its place in the head's own cache are `i`:
     x = [rms_norm(embed(token)), rms_norm(g)]
     h = g + attention(x);  hidden = h + mlp(h);  logits = lm_head(rms_norm(hidden))
 
-A row of a head with a `window` sees that many keys, its own the last. A parallel head
-(`eagle3_parallel`) may have several layers, of which this one is the first.
-`forward_rows` runs on pages, with the operations of the target's rows;
-`forward_sequence` over whole sequences, for training. Neither knows speculation.
+A row of a head with a `window` sees that many keys, its own the last.
+
+A parallel head (P-EAGLE, https://arxiv.org/abs/2602.01469) drafts in one pass, and may
+have several layers, of which this one is the first. The row of the last pair `i` drafts
+the first token. Rows of masks follow it: each has the embedding of the mask's token
+and, in place of features, a learnt vector (`mask_hidden`). Mask `m` is at position
+`i + 1 + m` and drafts the token that is `m + 1` after the first. Attention is causal: a
+mask sees the pairs and the masks before it.
+
+`forward_rows` runs on pages, masks as rows like others, with the operations of the
+target's rows; `forward_sequence` and `forward_parallel` over whole sequences, for
+training. None knows speculation.
 """
 
 from collections.abc import Sequence
@@ -293,3 +301,56 @@ def enter(params, config, tokens, features):
     x = [sequence.norm(token.astype(dtype), params.input_norm, eps), normed]
     residual = normed if config.norm_before_residual else g
     return jnp.concatenate(x, axis=-1), residual
+
+
+@typed
+def forward_parallel(
+    params: eagle3_params.Eagle3Params,
+    config: eagle3_params.Eagle3Config,
+    tokens: Int[Array, "B T"],
+    features: Float[Array, "B T features"],
+    last: Int[Array, "B A"],
+    *,
+    num_masks: int,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B A {num_masks} D"]]:
+    """Runs whole sequences of pairs, and masks after several of them; differentiable.
+
+    Args:
+      tokens, features: of the pairs, as in `forward_sequence`.
+      last: numbers of the pairs that masks follow.
+
+    Returns:
+      Hidden states after the final norm, of pairs and of masks.
+    """
+    layer, eps, window = config.layer, config.layer.rms_norm_eps, config.window
+    (B, T), A = tokens.shape, last.shape[1]
+    places = jnp.arange(T, dtype=jnp.int32)[None]
+    numbers = jnp.arange(num_masks, dtype=jnp.int32)
+    positions = last[..., None] + 1 + numbers[None, None]
+    sees = places[None, None] <= last[..., None, None]  # [B, A, 1, T]
+    if window:
+        sees = sees & (places[None, None] > positions[..., None] - window)
+    x, h = enter(params, config, tokens, features)
+    mask = jnp.asarray([[config.mask_token_id]], tokens.dtype)
+    x_mask, h_mask = (
+        jnp.broadcast_to(part[:, :, None], (B, A, num_masks, part.shape[-1]))
+        for part in enter(params, config, mask, params.mask_hidden)
+    )
+    layers: tuple[Any, ...] = (params, *params.more)
+    for number, weight in enumerate(layers):
+        if number:
+            x, x_mask = (sequence.norm(y, weight.input_norm, eps) for y in (h, h_mask))
+        q, *context = sequence.heads(weight, layer, x, jnp.broadcast_to(places, (B, T)))
+        q_mask, *own = sequence.heads(weight, layer, x_mask, positions)
+        of_pairs = causal_attention.causal_attention(
+            q, *context, scale=layer.head_dim**-0.5, window=window
+        )
+        of_masks = sequence.attend_blocks(
+            q_mask, context, own, sees, numbers[None] <= numbers[:, None]
+        )
+        h, h_mask = (
+            sequence.after_attention(weight, before, attended, eps=eps)
+            for before, attended in ((h, of_pairs), (h_mask, of_masks))
+        )
+    normed = [sequence.norm(y, params.final_norm, eps) for y in (h, h_mask)]
+    return normed[0], normed[1]
