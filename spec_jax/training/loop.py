@@ -65,7 +65,7 @@ class Recipe:
     batch_size: int = 16
     part_size: int = 2  # sequences at a time: what fits a CPU's caches
     learning_rate: float = 0.02  # Muon, for the matrices of the layers
-    adam_learning_rate: float = 0.003  # all other weights, see `labels`
+    adam_learning_rate: float = 0.003  # all other weights
     warmup_steps: int = 50
     decay_share: float = 0.5  # of the steps, at the end
     eval_every: int = 50
@@ -92,15 +92,21 @@ def learning_rate(recipe: Recipe, peak: float) -> optax.Schedule:
     )
 
 
+_NOT_MUON = (
+    *("embed", "lm_head", "out", "confidence", "mask_hidden"),
+    *("base", "kernels"),  # of convolutions
+)
+
+
 @functools.cache  # A static argument of the step: one object, one compilation.
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     """Returns Muon for the layers' matrices, Adam for the rest, by `learning_rate`."""
+    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
 
-    def matrices(params: Params) -> Any:
-        matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
-        return jax.tree.map(
-            lambda label: matrix if label == "muon" else None, labels(params)
-        )
+    def mark(path, leaf) -> Any:
+        """Marks matrices, but tables and single rows."""
+        is_table = jax.tree_util.keystr(path[-1:]).lstrip(".") in _NOT_MUON
+        return None if is_table or leaf.ndim < 2 else matrix
 
     return optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -108,25 +114,11 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
             learning_rate(recipe, recipe.learning_rate),
             adam_learning_rate=learning_rate(recipe, recipe.adam_learning_rate),
             adam_b2=0.98,
-            muon_weight_dimension_numbers=matrices,
+            muon_weight_dimension_numbers=functools.partial(
+                jax.tree_util.tree_map_with_path, mark
+            ),
         ),
     )
-
-
-_NOT_MUON = (
-    *("embed", "lm_head", "out", "confidence", "mask_hidden"),
-    *("base", "kernels"),  # of convolutions
-)
-
-
-def labels(params: Params) -> Params:
-    """Returns each leaf's optimiser: Muon for matrices but tables and single rows."""
-
-    def label(path, leaf) -> str:
-        is_table = jax.tree_util.keystr(path[-1:]).lstrip(".") in _NOT_MUON
-        return "adam" if is_table or leaf.ndim < 2 else "muon"
-
-    return jax.tree_util.tree_map_with_path(label, params)
 
 
 def held_out(
