@@ -18,7 +18,6 @@ from spec_jax.model import (
     families,
     observe as observe_lib,
     params as params_lib,
-    sequence,
 )
 from spec_jax.native import steps
 from spec_jax.ops import dispatch, embedding, projection, rms_norm, rope, weights
@@ -213,44 +212,6 @@ def bucket(length: int) -> int:
 
 
 @typed
-def prefill(
-    params: params_lib.Params,
-    config: config_lib.ModelConfig,
-    kv: cache.PagedKV,
-    *,
-    tokens: Int[Array, " T"],
-    length: Int[Array, ""],
-    slot: Int[Array, ""],
-    taps: tuple[int, ...] = (),
-) -> tuple[cache.PagedKV, Float[Array, "T taps D"] | None]:
-    """Writes the K/V of `tokens[:length]` at positions `[0, length)` of a slot.
-
-    `T` is a `bucket`; tokens past `length` are padding and write nowhere. Runs
-    `sequence.forward`, whose bits differ from those of rows; the baseline and
-    speculative decoding share it. The pages must have been reserved.
-
-    Returns:
-      The cache, of length `length`, and the features of the prompt; None without
-      `taps`.
-    """
-    outputs = sequence.forward(params, config, tokens[None], taps=taps)
-    T = tokens.shape[0]
-    positions = jnp.arange(T, dtype=jnp.int32)
-    for number in range(config.num_layers):
-        kv = cache.write(
-            kv,
-            number,
-            slots=jnp.full((T,), slot, jnp.int32),
-            positions=positions,
-            num_active=length,
-            k=outputs.k[number][0],
-            v=outputs.v[number][0],
-        )
-    kv = allocator.extend(kv, slot, length)
-    return kv, outputs.features[0] if taps else None
-
-
-@typed
 def prefill_rows(
     params: params_lib.Params,
     config: config_lib.ModelConfig,
@@ -265,15 +226,19 @@ def prefill_rows(
     begun: Int[Array, ""] | int = 0,
     before: Float[Array, "T0 taps D"] | None = None,
 ) -> tuple[cache.PagedKV, Float[Array, "T taps D"] | None]:
-    """Implements `prefill` by `forward_rows`: K/V and features are those of decoding.
+    """Writes the K/V of `tokens[:length]` at positions `[0, length)` of a slot.
+
+    K/V and features are those of decoding. The pages must have been reserved.
 
     Args:
+      tokens: `T` is a `bucket`; those past `length` are padding, and write nowhere.
       forward: `RowModel.forward_rows`.
       begun: number of positions that the slot has already.
       before: features of at least these positions; None: zeros.
 
     Returns:
-      As `prefill`.
+      The cache, of length `length`, and the features of the prompt; None without
+      `taps`.
     """
     padded = jnp.pad(tokens, (0, slab))
     features = None

@@ -22,6 +22,7 @@ from spec_jax.model import (
     families,
     load_shards,
     params as params_lib,
+    sequence,
 )
 from spec_jax.ops import argmax, dispatch, draw as draw_op, weights
 from spec_jax.paging import allocator, cache as paged, index, static
@@ -330,20 +331,35 @@ def _prefill(
     # NumPy's where `jax.disable_jit` makes this a plain call.
     tokens, length, slot = map(jnp.asarray, (tokens, length, slot))
     kv = allocator.reserve(kv, slot, length)
-    how = {"tokens": tokens, "length": length, "slot": slot, "taps": taps}
     if by_rows:
         return decoder.prefill_rows(
             params,
             model.config,
             kv,
+            tokens=tokens,
+            length=length,
+            slot=slot,
+            taps=taps,
             forward=model.forward_rows,
             slab=NATIVE_PREFILL_SLAB if model.impl == "native" else model.slab,
             begun=0 if begun is None else begun,
             before=before,
-            **how,
         )
     if model.layout is not None:
         raise ValueError("batched prefill of a model on a mesh: prefill by rows")
     if begun is not None:
         raise ValueError("batched prefill of a slot that is begun: prefill by rows")
-    return decoder.prefill(params, model.config, kv, **how)
+    # Bits differ from those of rows; plain and speculative decoding share them.
+    outputs = sequence.forward(params, model.config, tokens[None], taps=taps)
+    for number in range(model.config.num_layers):
+        kv = paged.write(
+            kv,
+            number,
+            slots=jnp.full(tokens.shape, slot, jnp.int32),
+            positions=jnp.arange(tokens.size, dtype=jnp.int32),
+            num_active=length,  # Padding writes nowhere.
+            k=outputs.k[number][0],
+            v=outputs.v[number][0],
+        )
+    kv = allocator.extend(kv, slot, length)
+    return kv, outputs.features[0] if taps else None
