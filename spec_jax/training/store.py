@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -78,3 +79,16 @@ def _write_whole(path: pathlib.Path, data: bytes) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_bytes(data)
     partial.replace(path)
+
+
+def kept(store: Store | None, text: np.ndarray, make: Callable[[], np.ndarray]) -> Any:
+    """Returns the rows of a text, which are made where the store lacks them, and kept.
+
+    Args:
+      store: None: they are made.
+    """
+    if store is None:
+        return make()
+    if text not in store:
+        store.add(text, make())
+    return store[text]
