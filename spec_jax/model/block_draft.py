@@ -152,13 +152,12 @@ def forward_block(
             weight.q_norm,
             weight.k_norm,
             (kv.k[number], kv.v[number], kv.page_table),
-            rows,
+            rows.replace(firsts=sees.first(rows.positions, rows.positions - own)),
             angles,
             eps=eps,
             scale=layer.head_dim**-0.5,
             impl=impl,
             block=None if sees.is_causal else config.block_size,
-            firsts=sees.first(rows.positions, rows.positions - own),
         )
         kv = cache.replace_layer(kv, number, k=k, v=v)
         x = add(attended, weight.attention_out)

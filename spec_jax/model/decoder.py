@@ -41,6 +41,9 @@ class Rows(pytree.Node):
     # [R, A] int32, for rows of trees: places of the row's last A keys, its own last
     # (`tree.layout`); None: every key is stored at its position.
     branch: jax.Array | None = None
+    # [R] int32, the first position that each row sees, not past its own; None: 0.
+    # `row_attention` reads it, and no native step.
+    firsts: jax.Array | None = None
 
 
 class RowOutputs(pytree.Node):

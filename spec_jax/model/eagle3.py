@@ -30,16 +30,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax import pytree
-from spec_jax.model import decoder, eagle3_params, head_params, sequence
+from spec_jax.model import decoder, eagle3_params, head_params, qwen3, sequence
 from spec_jax.native import draws as draws_lib, head_steps
 from spec_jax.ops import (
     causal_attention,
     dispatch,
     embedding,
-    gated_projection,
     projection,
     rms_norm,
-    row_attention,
     weights,
 )
 from spec_jax.paging import cache
@@ -96,11 +94,6 @@ def _fuse(params, config, features, *, num_active, impl):
 def _run_operations(params, config, rows, g, kv, impl):
     """Implements `forward_rows` operation by operation, from `g [R, D]`."""
     layer = config.layer
-    shared: dict[str, Any] = {
-        "num_active": rows.num_active,
-        "eps": layer.rms_norm_eps,
-        "impl": impl,
-    }
     token = embedding.embed(
         params.embed, rows.tokens, num_active=rows.num_active, impl=impl
     )
@@ -108,41 +101,20 @@ def _run_operations(params, config, rows, g, kv, impl):
     normed = _row_norm(g, params.hidden_norm, eps)
     x = [_row_norm(token.astype(g.dtype), params.input_norm, eps), normed]
     angles = decoder.row_angles(layer, rows.positions, dtype=g.dtype, impl=impl)
-    firsts = rows.positions - (config.window - 1) if config.window else None
-    heads = projection.project(jnp.concatenate(x, axis=1), params.qkv, **shared)
-    hidden = normed if config.norm_before_residual else g
-    for number, weight in enumerate((params, *params.more)):
-        if number:
-            heads = projection.project(
-                hidden, weight.qkv, norm=weight.input_norm, **shared
-            )
-        attended, k, v = row_attention.row_attention(
-            heads,
-            weight.q_norm,
-            weight.k_norm,
-            (kv.k[number], kv.v[number], kv.page_table),
-            rows,
-            angles,
-            eps=eps,
-            scale=layer.head_dim**-0.5,
-            impl=impl,
-            firsts=firsts,
-        )
-        kv = cache.replace_layer(kv, number, k=k, v=v)
-        h = projection.project(
-            attended, weight.attention_out, residual=hidden, **shared
-        )
-        inner = gated_projection.gated_projection(
-            h, weight.gate_up, norm=weight.mlp_norm, **shared
-        )
-        hidden = projection.project(inner, weight.down, residual=h, **shared)
-    logits = projection.project(
-        jax.lax.optimization_barrier(hidden),
-        params.lm_head,
-        norm=params.final_norm,
-        out_dtype="float32",
-        **shared,
+    if config.window:
+        rows = rows.replace(firsts=rows.positions - (config.window - 1))
+    residual = projection.Residual(
+        x=normed if config.norm_before_residual else g,
+        normed=jnp.concatenate(x, axis=1),
     )
+    norms = [*(weight.input_norm for weight in params.more), params.final_norm]
+    for number, weight in enumerate((params, *params.more)):
+        pages = kv.k[number], kv.v[number], kv.page_table
+        given = weight, norms[number], residual, rows, pages, angles
+        residual, k, v = qwen3.run_layer(*given, config=layer, impl=impl)
+        kv = cache.replace_layer(kv, number, k=k, v=v)
+    hidden, last = residual.x, jax.lax.optimization_barrier(residual)
+    logits = qwen3.run_head(params, last, rows.num_active, config=layer, impl=impl)
     if config.norm_output:
         hidden = _row_norm(hidden, params.final_norm, eps)
     return kv, hidden, logits
