@@ -243,21 +243,23 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
         np.save(args.work / SCALE, job.scale)
     told = families.of_loss(args)
     measured = tuple((name, told[name]) for name in ("steps",) if name in told)
-    for of_loss, end in _phases(args, stop_after or args.steps):
-        loop.run(
-            args.family,
-            recipe(args),
-            init(args, job),
-            _bound(family.training.loss, config, tuple(of_loss.items())),
-            train_data,
-            data.part(slice(first, None)),
-            args.work,
-            teacher=_cast(job.teacher, config.layer.dtype),
-            measure=_bound(family.training.measure, config, measured),
-            draw=families.draw_of(args, config, job.hot),
-            mesh=loop.data_mesh(args.devices),
-            stop_after=end if end < args.steps else None,
-        )
+    done = loop.num_steps(args.work)
+    with terminal.counted(args.family, total=args.steps, done=done) as advance:
+        for of_loss, end in _phases(args, stop_after or args.steps):
+            loop.run(
+                recipe(args),
+                init(args, job),
+                _bound(family.training.loss, config, tuple(of_loss.items())),
+                train_data,
+                data.part(slice(first, None)),
+                args.work,
+                teacher=_cast(job.teacher, config.layer.dtype),
+                measure=_bound(family.training.measure, config, measured),
+                draw=families.draw_of(args, config, job.hot),
+                mesh=loop.data_mesh(args.devices),
+                after_step=lambda row: advance(said=f"loss {row['loss']:.3f}"),
+                stop_after=end if end < args.steps else None,
+            )
     return loop.last_held_out(args.work)
 
 

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-import tqdm
 from jax import sharding
 
 from spec_jax.training import batches
@@ -35,9 +33,6 @@ Loss = Callable[[Params, batches.Batch, Any], jax.Array]
 Measure = Callable[[Params, batches.Batch, Any], dict[str, jax.Array]]
 """`(params, batch, teacher) -> a sum and a count [2]` of a held-out batch, by name: the
 number of the name is the quotient over all batches."""
-
-INTERVAL_S = 10.0
-"""Between two lines of progress where there is no terminal for a bar."""
 
 DATA_AXIS = "data"
 """The axis of a mesh over which the sequences of a batch are spread."""
@@ -210,7 +205,6 @@ def _step(state, batch, teacher, *, loss, transform, part_size, mesh):
 
 
 def run(
-    name: str,
     recipe: Recipe,
     init: Params,
     loss: Loss,
@@ -222,6 +216,7 @@ def run(
     measure: Measure,
     draw: batches.Draw | None,
     mesh: sharding.Mesh | None,
+    after_step: Callable[[dict[str, float]], Any] = lambda row: None,
     stop_after: int | None = None,
 ) -> Params:
     """Trains from `init`, or from the newest checkpoint in `folder`.
@@ -237,6 +232,7 @@ def run(
       draw: adds to each batch what a step draws anew, see `batches.Draw`.
       mesh: of one axis, `DATA_AXIS`: sequences are spread over its devices, and
         parameters are on each.
+      after_step: takes what the log says of each step.
       stop_after: stops after this step, as if killed (tests resumption).
 
     Returns:
@@ -255,7 +251,7 @@ def run(
         state, teacher = _resumed(manager, state, teacher, mesh)
         first = int(state["step"])
         evaluate = jax.jit(evaluated)
-        with _open_log(folder, first) as log, _progress(name, recipe, first) as bar:
+        with _open_log(folder, first) as log:
             for step in range(first, recipe.steps):
                 batch = batches.of_step(
                     data,
@@ -279,8 +275,7 @@ def run(
                     row |= {f"held_out_{name}": x for name, x in found.items()}
                 log.write(json.dumps({"step": step} | row) + "\n")
                 log.flush()
-                bar.set_postfix_str(f"loss {row['loss']:.3f}", refresh=False)
-                bar.update()
+                after_step(row)
                 if done == recipe.steps or done % recipe.save_every == 0:
                     manager.save(done, args=ocp.args.StandardSave(state))
                 if done == stop_after:
@@ -316,17 +311,6 @@ def _timed_step(recipe, state, batch, teacher, loss, mesh):
     row["tokens"] = int(np.count_nonzero(batch["mask"]))
     row["tokens_per_s"] = round(row["tokens"] / (time.perf_counter() - started))
     return state, row
-
-
-def _progress(name: str, recipe: Recipe, first: int) -> tqdm.tqdm:
-    """Returns a bar on standard error; a line now and then where that is no terminal.
-
-    Nothing is drawn between two steps, by a thread that would take their time.
-    """
-    tqdm.tqdm.monitor_interval = 0
-    interval = 0.1 if sys.stderr.isatty() else INTERVAL_S
-    how = {"mininterval": interval, "miniters": 1}
-    return tqdm.tqdm(desc=name, total=recipe.steps, initial=first, **how)
 
 
 def num_steps(folder: pathlib.Path) -> int:
