@@ -291,9 +291,6 @@ def forward_sequence(
         )
         attended = attended.reshape(B, A, S, N * H)
         x += finish(sequence.matmul(attended, weight.attention_out))
-        if weight.mlp_conv is None:
-            x = sequence.gated_mlp(weight, x, eps=eps)
-            continue
         normed, finish = _mixed(weight.mlp_conv, sequence.norm(x, weight.mlp_norm, eps))
         inner = swiglu.swiglu(sequence.matmul(normed, weight.gate_up))
         x += finish(sequence.matmul(inner, weight.down))

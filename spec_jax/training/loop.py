@@ -286,9 +286,8 @@ def run(
 def _resumed(manager, state, teacher, mesh):
     """Returns the newest checkpoint, or `state` if there are none, and the teacher,
     both on all devices of a mesh."""
-    step = manager.latest_step()
-    if step is not None:
-        state = manager.restore(step, args=ocp.args.StandardRestore(_abstract(state)))
+    if manager.latest_step() is not None:
+        state = _restored(manager, state)
     if mesh is None:
         return state, teacher
     everywhere = sharding.NamedSharding(mesh, sharding.PartitionSpec())
@@ -329,10 +328,7 @@ def restore(recipe: Recipe, init: Params, folder: pathlib.Path):
         step = manager.latest_step()
         if step is None:
             raise ValueError(f"{folder}: no checkpoint; train this stage first")
-        state = manager.restore(
-            step, args=ocp.args.StandardRestore(_abstract(_start(recipe, init)))
-        )
-    return state["params"], step
+        return _restored(manager, _start(recipe, init))["params"], step
 
 
 def _start(recipe: Recipe, init: Params) -> dict:
@@ -343,8 +339,10 @@ def _start(recipe: Recipe, init: Params) -> dict:
     }
 
 
-def _abstract(state: dict) -> dict:
-    return jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+def _restored(manager: ocp.CheckpointManager, state: dict) -> dict:
+    """Returns the newest checkpoint, of a state like this one."""
+    like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    return manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(like))
 
 
 def _open_log(folder: pathlib.Path, first_step: int):
