@@ -70,7 +70,7 @@ class Family:
     """
 
     read_config: Callable[..., tuple[str, Any]]
-    check_config: Callable[[Any, str], None]
+    check_config: Callable[[Any, Any], None]
     to_dict: Callable[..., dict[str, Any]]
     names: Callable[[Any, str, Any], Any]
     copies: tuple[str, ...]
