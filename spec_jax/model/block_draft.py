@@ -57,15 +57,7 @@ def append_context(
     Args:
       rows: slots and positions; their tokens are not read.
       features: of all taps, in their order.
-
-    Raises:
-      ValueError: features of another width.
     """
-    if features.shape[1] != config.features_size:
-        raise ValueError(
-            f"features of width {features.shape[1]}: the drafter reads "
-            f"{config.features_size} (taps={config.taps} of the target)"
-        )
     params, layer = head_params.prepare(params, impl), config.layer
     dtype = params.final_norm.dtype
     angles = decoder.row_angles(layer, rows.positions, dtype=dtype, impl=impl)

@@ -66,11 +66,7 @@ def forward_rows(
 
     Returns:
       The cache; `hidden`, the next pair's feature; and float32 logits, of draft tokens.
-
-    Raises:
-      ValueError: features of another width.
     """
-    _check_width(config, features)
     params = head_params.prepare(params, impl)
     g = _fuse(params, config, features, num_active=rows.num_active, impl=impl)
     if dispatch.is_fused(impl) and not config.is_parallel:
@@ -199,15 +195,6 @@ def _norm_features(params, config, features, *, norm):
     return features
 
 
-def _check_width(config: eagle3_params.Eagle3Config, features: jax.Array) -> None:
-    widths = config.features_size, config.hidden_size
-    if features.shape[-1] not in widths:
-        raise ValueError(
-            f"features of width {features.shape[-1]}: the head reads {widths[0]} "
-            f"(taps={config.taps} of the target), or {widths[1]} (its own hidden state)"
-        )
-
-
 class StepOutputs(pytree.Node):
     """Outputs of a step of `forward_sequence`."""
 
@@ -235,11 +222,7 @@ def forward_sequence(
     Args:
       tokens: of the pairs: those of step 0, shifted left by `j`.
       features: as in `forward_rows`; at step `j`, the `hidden` of step `j - 1`.
-
-    Raises:
-      ValueError: features of another width.
     """
-    _check_width(config, features)
     layer = config.layer
     (B, T), eps = tokens.shape, layer.rms_norm_eps
     x, residual = enter(params, config, tokens, features)
