@@ -130,13 +130,18 @@ def held_out(
     order = np.argsort(-data.columns, kind="stable")  # Little padding.
     for start in range(0, len(data) - batch_size + 1, batch_size):
         rows = order[start : start + batch_size]
-        inputs = data[rows] if draw is None else draw(data[rows], rows, None)
+        inputs = _drawn(data[rows], rows, None, draw)
         parts.append(jax.device_get(measure(params, inputs, teacher)))
     sums = {name: np.sum([x[name] for x in parts], 0, float) for name in parts[0]}
     return {
         name: float(x) / float(n) if n else float("nan")
         for name, (x, n) in sums.items()
     }
+
+
+def _drawn(batch, rows, step, draw):
+    """Returns a batch with what a step draws anew."""
+    return batch if draw is None else draw(batch, rows, step)
 
 
 def value_and_grad(
@@ -253,14 +258,15 @@ def run(
         evaluate = jax.jit(evaluated)
         with _open_log(folder, first) as log:
             for step in range(first, recipe.steps):
-                batch = batches.of_step(
-                    data,
+                rows = batches.rows_of_step(
+                    data.columns,
                     step=step,
-                    draw=draw,
                     size=recipe.batch_size,
                     seed=recipe.seed,
                     unit=recipe.part_size * (1 if mesh is None else mesh.size),
+                    is_counted=draw is not None,
                 )
+                batch = _drawn(data[rows], rows, step, draw)
                 state, row = _timed_step(recipe, state, batch, teacher, loss, mesh)
                 done = step + 1
                 if done == recipe.steps or done % recipe.eval_every == 0:
