@@ -69,20 +69,15 @@ class Texts:
       tokens: ids `[n, T] int32`.
       mask: which rows of the target count `[n, T] bool`: those after which it wrote a
         token. Row `t` predicts token `t + 1`.
-      greedy: which texts it wrote greedily `[n] bool`; all if None.
+      greedy: which texts it wrote greedily `[n] bool`.
       samples: texts of a prompt, one after the other: where texts are held out, no
         prompt of theirs is trained on.
     """
 
     tokens: np.ndarray
     mask: np.ndarray
-    greedy: np.ndarray | None = None
+    greedy: np.ndarray
     samples: int = 1
-
-    @property
-    def is_greedy(self) -> np.ndarray:
-        """Whether each text was written greedily, `[n] bool`."""
-        return np.ones(len(self), bool) if self.greedy is None else self.greedy
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
@@ -107,7 +102,7 @@ class Texts:
         return {
             "tokens": self.tokens[rows, :size],
             "mask": self.mask[rows, :size],
-            "greedy": self.is_greedy[rows],
+            "greedy": self.greedy[rows],
         }
 
     def read(self, row: int) -> np.ndarray:
@@ -116,8 +111,8 @@ class Texts:
 
     def part(self, rows: slice) -> "Texts":
         """Returns some of the texts, such as the held-out ones."""
-        arrays = {name: getattr(self, name)[rows] for name in ("tokens", "mask")}
-        return dataclasses.replace(self, **arrays, greedy=self.is_greedy[rows])
+        names = ("tokens", "mask", "greedy")
+        return dataclasses.replace(self, **{x: getattr(self, x)[rows] for x in names})
 
 
 _CHOICES = np.dtype([("best", "<i4"), ("normalizer", "<f4")])
@@ -186,7 +181,7 @@ class Outputs:
         Args:
           final: the text's final hidden states `[T, D]`.
         """
-        if self.texts.is_greedy[row] and not self.normalizers:
+        if self.texts.greedy[row] and not self.normalizers:
             return self.texts.tokens[row, 1 : len(final) + 1], None
 
         def make() -> np.ndarray:
@@ -262,15 +257,7 @@ def draft_vocabulary(texts: Texts, *, size: int, vocab_size: int) -> np.ndarray 
     """Returns the most frequent tokens that the target wrote, ascending, int32.
 
     None where the draft vocabulary is the whole one.
-
-    Raises:
-      ValueError: a size below 1 or above `vocab_size`.
     """
-    if not 1 <= size <= vocab_size:
-        raise ValueError(
-            f"a draft vocabulary of {size}, of a vocabulary of {vocab_size}: it must "
-            f"be from 1 to {vocab_size}"
-        )
     if size == vocab_size:
         return None
     written = texts.tokens[:, 1:][texts.mask[:, :-1]]

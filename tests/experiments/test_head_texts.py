@@ -88,7 +88,7 @@ def test_choices_are_computed_once(target, work, tmp_path):
         blind[np.array([1])]
     # A greedy text shows its own choices, whatever the cache holds.
     told = dataclasses.replace(kept, normalizers=False)
-    one = rows[online.texts.is_greedy[rows]][:1]
+    one = rows[online.texts.greedy[rows]][:1]
     text = online.texts.read(int(one[0]))
     expected = dataclasses.replace(told, store=None)[one]["best"]
     planted = np.array(kept._choices[text])
