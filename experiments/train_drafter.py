@@ -26,7 +26,7 @@ from experiments.lib import cli, files, flags
 from spec_jax.model import (
     block_dialects,
     block_params,
-    eagle3_dialects,
+    eagle3_files,
     tokenizer as tokenizer_lib,
 )
 from spec_jax.typing import IMPLS
@@ -146,7 +146,7 @@ TYPES: dict[str, Any] = {
     "IMPL": IMPLS,
     "WHERE": TARGETS,
     "DTYPE": ("bfloat16", "float32"),
-    "DIALECT": sorted({*eagle3_dialects.DIALECTS, *block_dialects.DIALECTS}),
+    "DIALECT": sorted({*eagle3_files.DIALECTS, *block_dialects.DIALECTS}),
 }
 
 

@@ -14,7 +14,6 @@ from spec_jax.model import (
     block_files,
     block_params,
     config as config_lib,
-    eagle3_dialects,
     eagle3_files,
     eagle3_params,
     head_dialects,
@@ -44,7 +43,7 @@ class Family:
     flags: tuple[str, ...]  # the family's own; all but `no_copies` decide bits
 
 
-_EAGLE3 = {"files": eagle3_files, "dialects": eagle3_dialects}
+_EAGLE3 = {"files": eagle3_files, "dialects": eagle3_files}
 _BLOCK: dict[str, Any] = {
     "training": block,
     "files": block_files,

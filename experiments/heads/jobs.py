@@ -18,7 +18,7 @@ import numpy as np
 from experiments.heads import families
 from experiments.lib import cli, files, terminal
 from spec_jax.model import config as config_lib, params as params_lib
-from spec_jax.training import heads, loop, store as store_lib, targets
+from spec_jax.training import heads, loop, targets
 
 
 FLAGS, SCALE = "flags.json", "feature_scale.npy"  # in `--work`
@@ -95,17 +95,16 @@ def prepare(args: argparse.Namespace) -> Job:
 
 def cache(args: argparse.Namespace) -> None:
     """Writes the target's features of the texts that the cache lacks."""
-    online = prepare(args).online
-    store = store_of(args, online)
-    lacking = len(targets.missing(store, online.texts))
-    with terminal.counted("cache", total=lacking) as advance:
-        targets.write(store, online, after_text=advance)
+    data = cached(args, prepare(args).online)
+    with terminal.counted("cache", total=len(data)) as advance:
+        for row in range(len(data)):
+            data.rows_of(row)
+            advance()
 
 
-def store_of(args: argparse.Namespace, online: targets.Outputs) -> store_lib.Store:
-    """Returns the cache of features on disk, which is beside the texts."""
-    folder = texts_path(args).with_name("cache")
-    return targets.store_of(folder, online)
+def cached(args: argparse.Namespace, online: targets.Outputs) -> targets.Outputs:
+    """Returns the same outputs with their cache on disk, which is beside the texts."""
+    return targets.cached(online, texts_path(args).with_name("cache"))
 
 
 def recipe(args: argparse.Namespace) -> loop.Recipe:
@@ -229,7 +228,7 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
         config = dataclasses.replace(config, layer=layer)
     data = job.online
     if args.targets == "cache":
-        data = targets.cached(data, store_of(args, data))
+        data = cached(args, data)
     held_out = num_held_out(args, job.online.texts)
     if len(data) < held_out + args.batch:
         raise ValueError(
@@ -244,21 +243,23 @@ def train(args: argparse.Namespace, *, stop_after: int | None = None) -> dict:
         np.save(args.work / SCALE, job.scale)
     told = families.of_loss(args)
     measured = tuple((name, told[name]) for name in ("steps",) if name in told)
-    for of_loss, end in _phases(args, stop_after or args.steps):
-        loop.run(
-            args.family,
-            recipe(args),
-            init(args, job),
-            _bound(family.training.loss, config, tuple(of_loss.items())),
-            train_data,
-            data.part(slice(first, None)),
-            args.work,
-            teacher=_cast(job.teacher, config.layer.dtype),
-            measure=_bound(family.training.measure, config, measured),
-            draw=families.draw_of(args, config, job.hot),
-            mesh=loop.data_mesh(args.devices),
-            stop_after=end if end < args.steps else None,
-        )
+    done = loop.num_steps(args.work)
+    with terminal.counted(args.family, total=args.steps, done=done) as advance:
+        for of_loss, end in _phases(args, stop_after or args.steps):
+            loop.run(
+                recipe(args),
+                init(args, job),
+                _bound(family.training.loss, config, tuple(of_loss.items())),
+                train_data,
+                data.part(slice(first, None)),
+                args.work,
+                teacher=_cast(job.teacher, config.layer.dtype),
+                measure=_bound(family.training.measure, config, measured),
+                draw=families.draw_of(args, config, job.hot),
+                mesh=loop.data_mesh(args.devices),
+                after_step=lambda row: advance(said=f"loss {row['loss']:.3f}"),
+                stop_after=end if end < args.steps else None,
+            )
     return loop.last_held_out(args.work)
 
 

@@ -35,8 +35,9 @@ def format_value(value: Any, form: str) -> str:
 
 
 @contextlib.contextmanager
-def counted(name: str, *, total: int, done: int = 0) -> Iterator[Callable[[], Any]]:
-    """Shows a progress bar on standard error, and yields a function that advances it.
+def counted(name: str, *, total: int, done: int = 0) -> Iterator[Callable[..., Any]]:
+    """Shows a progress bar on standard error, and yields a function that advances it
+    and writes a few words, if any, behind it.
 
     No thread draws the bar in between, since it would take processor time from whatever
     is being measured.
@@ -45,4 +46,9 @@ def counted(name: str, *, total: int, done: int = 0) -> Iterator[Callable[[], An
     interval = 0.1 if sys.stderr.isatty() else INTERVAL_S
     how = {"mininterval": interval, "miniters": 1, "leave": False}
     with tqdm.tqdm(desc=name, total=total, initial=done, **how) as bar:
-        yield bar.update
+
+        def advance(count: int = 1, *, said: str = "") -> None:
+            bar.set_postfix_str(said, refresh=False)
+            bar.update(count)
+
+        yield advance

@@ -1,5 +1,5 @@
 """P-EAGLE: an EAGLE-3 head drafts all tokens in one pass
-(https://arxiv.org/abs/2602.01469, `model.eagle3_parallel`).
+(https://arxiv.org/abs/2602.01469, `model.eagle3`).
 
 Pairs are those of `eagle3`. For a slot with committed tokens `x[0, n)`:
 

@@ -30,7 +30,7 @@ from spec_jax.drafters import (
 from spec_jax.engine import protocols
 from spec_jax.model import (
     block_dialects,
-    eagle3_dialects,
+    eagle3_files,
     head_dialects,
     load_shards,
     params as params_lib,
@@ -189,7 +189,7 @@ TAKE_HEAD = ("hybrid", "choice")
 NEED_NOTHING = ("ngram", "suffix", "oracle")
 """Drafters without weights."""
 
-ARCHITECTURES = (*eagle3_dialects.ARCHITECTURES, *block_dialects.ARCHITECTURES)
+ARCHITECTURES = (*eagle3_files.ARCHITECTURES, *block_dialects.ARCHITECTURES)
 """Values of `architectures` in the `config.json` of drafters."""
 
 
@@ -287,7 +287,7 @@ def kind_of(folder: str | pathlib.Path) -> str:
     path = pathlib.Path(folder) / "config.json"
     raw = head_dialects.read_object(path)
     match raw.get("architectures"):
-        case [str(name)] if name in eagle3_dialects.ARCHITECTURES:
+        case [str(name)] if name in eagle3_files.ARCHITECTURES:
             return "eagle3"
         case [str(name)] if name in block_dialects.ARCHITECTURES:
             return block_dialects.kind_of(raw)

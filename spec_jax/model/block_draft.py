@@ -57,15 +57,7 @@ def append_context(
     Args:
       rows: slots and positions; their tokens are not read.
       features: of all taps, in their order.
-
-    Raises:
-      ValueError: features of another width.
     """
-    if features.shape[1] != config.features_size:
-        raise ValueError(
-            f"features of width {features.shape[1]}: the drafter reads "
-            f"{config.features_size} (taps={config.taps} of the target)"
-        )
     params, layer = head_params.prepare(params, impl), config.layer
     dtype = params.final_norm.dtype
     angles = decoder.row_angles(layer, rows.positions, dtype=dtype, impl=impl)
@@ -152,13 +144,12 @@ def forward_block(
             weight.q_norm,
             weight.k_norm,
             (kv.k[number], kv.v[number], kv.page_table),
-            rows,
+            rows.replace(firsts=sees.first(rows.positions, rows.positions - own)),
             angles,
             eps=eps,
             scale=layer.head_dim**-0.5,
             impl=impl,
             block=None if sees.is_causal else config.block_size,
-            firsts=sees.first(rows.positions, rows.positions - own),
         )
         kv = cache.replace_layer(kv, number, k=k, v=v)
         x = add(attended, weight.attention_out)
@@ -292,9 +283,6 @@ def forward_sequence(
         )
         attended = attended.reshape(B, A, S, N * H)
         x += finish(sequence.matmul(attended, weight.attention_out))
-        if weight.mlp_conv is None:
-            x = sequence.gated_mlp(weight, x, eps=eps)
-            continue
         normed, finish = _mixed(weight.mlp_conv, sequence.norm(x, weight.mlp_norm, eps))
         inner = swiglu.swiglu(sequence.matmul(normed, weight.gate_up))
         x += finish(sequence.matmul(inner, weight.down))

@@ -141,7 +141,8 @@ def to_dict(
 
 
 FAMILY = head_files.Family(
-    dialects=dialects,
+    read_config=dialects.read_config,
+    check_config=dialects.check_config,
     to_dict=to_dict,
     names=_parts,
     copies=("deepspec",),

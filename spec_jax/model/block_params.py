@@ -7,7 +7,7 @@ the files.
 """
 
 import dataclasses
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, Self, get_args
 
 import jax
 import numpy as np
@@ -31,8 +31,6 @@ best tokens only."""
 HEADS: tuple[str, ...] = get_args(Head)
 DSPARK_HEADS: tuple[str, ...] = ("vanilla", "gated", "rnn")
 
-_Rows = TypeVar("_Rows", jax.Array, np.ndarray)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerAttention:
@@ -49,7 +47,7 @@ class LayerAttention:
     is_causal: bool = False
     from_anchor: bool = False
 
-    def first(self, positions: _Rows, anchors: _Rows) -> _Rows | None:
+    def first(self, positions: jax.Array, anchors: jax.Array) -> jax.Array | None:
         """Returns the first position that rows see, possibly below 0; None: all.
 
         Args:

@@ -5,12 +5,11 @@ family's module says what its layer computes. They do not know speculation.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from spec_jax import pytree
 from spec_jax.model import (
@@ -18,11 +17,10 @@ from spec_jax.model import (
     families,
     observe as observe_lib,
     params as params_lib,
-    sequence,
 )
 from spec_jax.native import steps
 from spec_jax.ops import dispatch, embedding, projection, rms_norm, rope, weights
-from spec_jax.paging import allocator, cache
+from spec_jax.paging import cache
 from spec_jax.typing import typed
 
 
@@ -42,6 +40,9 @@ class Rows(pytree.Node):
     # [R, A] int32, for rows of trees: places of the row's last A keys, its own last
     # (`tree.layout`); None: every key is stored at its position.
     branch: jax.Array | None = None
+    # [R] int32, the first position that each row sees, not past its own; None: 0.
+    # `row_attention` reads it, and no native step.
+    firsts: jax.Array | None = None
 
 
 class RowOutputs(pytree.Node):
@@ -210,98 +211,3 @@ def bucket(length: int) -> int:
     Prompts of different lengths in one bucket share one executable.
     """
     return max(MIN_BUCKET, 1 << (length - 1).bit_length())
-
-
-@typed
-def prefill(
-    params: params_lib.Params,
-    config: config_lib.ModelConfig,
-    kv: cache.PagedKV,
-    *,
-    tokens: Int[Array, " T"],
-    length: Int[Array, ""],
-    slot: Int[Array, ""],
-    taps: tuple[int, ...] = (),
-) -> tuple[cache.PagedKV, Float[Array, "T taps D"] | None]:
-    """Writes the K/V of `tokens[:length]` at positions `[0, length)` of a slot.
-
-    `T` is a `bucket`; tokens past `length` are padding and write nowhere. Runs
-    `sequence.forward`, whose bits differ from those of rows; the baseline and
-    speculative decoding share it. The pages must have been reserved.
-
-    Returns:
-      The cache, of length `length`, and the features of the prompt; None without
-      `taps`.
-    """
-    outputs = sequence.forward(params, config, tokens[None], taps=taps)
-    T = tokens.shape[0]
-    positions = jnp.arange(T, dtype=jnp.int32)
-    for number in range(config.num_layers):
-        kv = cache.write(
-            kv,
-            number,
-            slots=jnp.full((T,), slot, jnp.int32),
-            positions=positions,
-            num_active=length,
-            k=outputs.k[number][0],
-            v=outputs.v[number][0],
-        )
-    kv = allocator.extend(kv, slot, length)
-    return kv, outputs.features[0] if taps else None
-
-
-@typed
-def prefill_rows(
-    params: params_lib.Params,
-    config: config_lib.ModelConfig,
-    kv: cache.PagedKV,
-    *,
-    tokens: Int[Array, " T"],
-    length: Int[Array, ""],
-    slot: Int[Array, ""],
-    slab: int,
-    forward: Callable,
-    taps: tuple[int, ...] = (),
-    begun: Int[Array, ""] | int = 0,
-    before: Float[Array, "T0 taps D"] | None = None,
-) -> tuple[cache.PagedKV, Float[Array, "T taps D"] | None]:
-    """Implements `prefill` by `forward_rows`: K/V and features are those of decoding.
-
-    Args:
-      forward: `RowModel.forward_rows`.
-      begun: number of positions that the slot has already.
-      before: features of at least these positions; None: zeros.
-
-    Returns:
-      As `prefill`.
-    """
-    padded = jnp.pad(tokens, (0, slab))
-    features = None
-    if taps:
-        shape = padded.shape[0], len(taps), config.hidden_size
-        features = jnp.zeros(shape, config.dtype)
-        if before is not None:
-            most = min(before.shape[0], tokens.shape[0])
-            features = features.at[:most].set(before[:most])
-
-    def tile(number, carry):
-        """Runs slab `number` of the prompt."""
-        kv, features = carry
-        start = begun + number * slab
-        rows = Rows(
-            tokens=jax.lax.dynamic_slice_in_dim(padded, start, slab),
-            slots=jnp.full((slab,), slot, jnp.int32),
-            positions=start + jnp.arange(slab, dtype=jnp.int32),
-            num_active=jnp.minimum(length - start, slab),
-        )
-        kv, outputs = forward(params, rows, kv, taps=taps, with_logits=False)
-        if features is not None:
-            features = jax.lax.dynamic_update_slice_in_dim(
-                features, outputs.features, start, axis=0
-            )
-        return kv, features
-
-    num_tiles = (length - begun + slab - 1) // slab
-    kv, features = jax.lax.fori_loop(0, num_tiles, tile, (kv, features))
-    kv = allocator.extend(kv, slot, length)
-    return kv, None if features is None else features[: tokens.shape[0]]

@@ -8,10 +8,18 @@ its place in the head's own cache are `i`:
     x = [rms_norm(embed(token)), rms_norm(g)]
     h = g + attention(x);  hidden = h + mlp(h);  logits = lm_head(rms_norm(hidden))
 
-A row of a head with a `window` sees that many keys, its own the last. A parallel head
-(`eagle3_parallel`) may have several layers, of which this one is the first.
-`forward_rows` runs on pages, with the operations of the target's rows;
-`forward_sequence` over whole sequences, for training. Neither knows speculation.
+A row of a head with a `window` sees that many keys, its own the last.
+
+A parallel head (P-EAGLE, https://arxiv.org/abs/2602.01469) drafts in one pass, and may
+have several layers, of which this one is the first. The row of the last pair `i` drafts
+the first token. Rows of masks follow it: each has the embedding of the mask's token
+and, in place of features, a learnt vector (`mask_hidden`). Mask `m` is at position
+`i + 1 + m` and drafts the token that is `m + 1` after the first. Attention is causal: a
+mask sees the pairs and the masks before it.
+
+`forward_rows` runs on pages, masks as rows like others, with the operations of the
+target's rows; `forward_sequence` and `forward_parallel` over whole sequences, for
+training. None knows speculation.
 """
 
 from collections.abc import Sequence
@@ -22,16 +30,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from spec_jax import pytree
-from spec_jax.model import decoder, eagle3_params, head_params, sequence
+from spec_jax.model import decoder, eagle3_params, head_params, qwen3, sequence
 from spec_jax.native import draws as draws_lib, head_steps
 from spec_jax.ops import (
     causal_attention,
     dispatch,
     embedding,
-    gated_projection,
     projection,
     rms_norm,
-    row_attention,
     weights,
 )
 from spec_jax.paging import cache
@@ -60,11 +66,7 @@ def forward_rows(
 
     Returns:
       The cache; `hidden`, the next pair's feature; and float32 logits, of draft tokens.
-
-    Raises:
-      ValueError: features of another width.
     """
-    _check_width(config, features)
     params = head_params.prepare(params, impl)
     g = _fuse(params, config, features, num_active=rows.num_active, impl=impl)
     if dispatch.is_fused(impl) and not config.is_parallel:
@@ -88,11 +90,6 @@ def _fuse(params, config, features, *, num_active, impl):
 def _run_operations(params, config, rows, g, kv, impl):
     """Implements `forward_rows` operation by operation, from `g [R, D]`."""
     layer = config.layer
-    shared: dict[str, Any] = {
-        "num_active": rows.num_active,
-        "eps": layer.rms_norm_eps,
-        "impl": impl,
-    }
     token = embedding.embed(
         params.embed, rows.tokens, num_active=rows.num_active, impl=impl
     )
@@ -100,41 +97,20 @@ def _run_operations(params, config, rows, g, kv, impl):
     normed = _row_norm(g, params.hidden_norm, eps)
     x = [_row_norm(token.astype(g.dtype), params.input_norm, eps), normed]
     angles = decoder.row_angles(layer, rows.positions, dtype=g.dtype, impl=impl)
-    firsts = rows.positions - (config.window - 1) if config.window else None
-    heads = projection.project(jnp.concatenate(x, axis=1), params.qkv, **shared)
-    hidden = normed if config.norm_before_residual else g
-    for number, weight in enumerate((params, *params.more)):
-        if number:
-            heads = projection.project(
-                hidden, weight.qkv, norm=weight.input_norm, **shared
-            )
-        attended, k, v = row_attention.row_attention(
-            heads,
-            weight.q_norm,
-            weight.k_norm,
-            (kv.k[number], kv.v[number], kv.page_table),
-            rows,
-            angles,
-            eps=eps,
-            scale=layer.head_dim**-0.5,
-            impl=impl,
-            firsts=firsts,
-        )
-        kv = cache.replace_layer(kv, number, k=k, v=v)
-        h = projection.project(
-            attended, weight.attention_out, residual=hidden, **shared
-        )
-        inner = gated_projection.gated_projection(
-            h, weight.gate_up, norm=weight.mlp_norm, **shared
-        )
-        hidden = projection.project(inner, weight.down, residual=h, **shared)
-    logits = projection.project(
-        jax.lax.optimization_barrier(hidden),
-        params.lm_head,
-        norm=params.final_norm,
-        out_dtype="float32",
-        **shared,
+    if config.window:
+        rows = rows.replace(firsts=rows.positions - (config.window - 1))
+    residual = projection.Residual(
+        x=normed if config.norm_before_residual else g,
+        normed=jnp.concatenate(x, axis=1),
     )
+    norms = [*(weight.input_norm for weight in params.more), params.final_norm]
+    for number, weight in enumerate((params, *params.more)):
+        pages = kv.k[number], kv.v[number], kv.page_table
+        given = weight, norms[number], residual, rows, pages, angles
+        residual, k, v = qwen3.run_layer(*given, config=layer, impl=impl)
+        kv = cache.replace_layer(kv, number, k=k, v=v)
+    hidden, last = residual.x, jax.lax.optimization_barrier(residual)
+    logits = qwen3.run_head(params, last, rows.num_active, config=layer, impl=impl)
     if config.norm_output:
         hidden = _row_norm(hidden, params.final_norm, eps)
     return kv, hidden, logits
@@ -219,15 +195,6 @@ def _norm_features(params, config, features, *, norm):
     return features
 
 
-def _check_width(config: eagle3_params.Eagle3Config, features: jax.Array) -> None:
-    widths = config.features_size, config.hidden_size
-    if features.shape[-1] not in widths:
-        raise ValueError(
-            f"features of width {features.shape[-1]}: the head reads {widths[0]} "
-            f"(taps={config.taps} of the target), or {widths[1]} (its own hidden state)"
-        )
-
-
 class StepOutputs(pytree.Node):
     """Outputs of a step of `forward_sequence`."""
 
@@ -255,11 +222,7 @@ def forward_sequence(
     Args:
       tokens: of the pairs: those of step 0, shifted left by `j`.
       features: as in `forward_rows`; at step `j`, the `hidden` of step `j - 1`.
-
-    Raises:
-      ValueError: features of another width.
     """
-    _check_width(config, features)
     layer = config.layer
     (B, T), eps = tokens.shape, layer.rms_norm_eps
     x, residual = enter(params, config, tokens, features)
@@ -293,3 +256,56 @@ def enter(params, config, tokens, features):
     x = [sequence.norm(token.astype(dtype), params.input_norm, eps), normed]
     residual = normed if config.norm_before_residual else g
     return jnp.concatenate(x, axis=-1), residual
+
+
+@typed
+def forward_parallel(
+    params: eagle3_params.Eagle3Params,
+    config: eagle3_params.Eagle3Config,
+    tokens: Int[Array, "B T"],
+    features: Float[Array, "B T features"],
+    last: Int[Array, "B A"],
+    *,
+    num_masks: int,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B A {num_masks} D"]]:
+    """Runs whole sequences of pairs, and masks after several of them; differentiable.
+
+    Args:
+      tokens, features: of the pairs, as in `forward_sequence`.
+      last: numbers of the pairs that masks follow.
+
+    Returns:
+      Hidden states after the final norm, of pairs and of masks.
+    """
+    layer, eps, window = config.layer, config.layer.rms_norm_eps, config.window
+    (B, T), A = tokens.shape, last.shape[1]
+    places = jnp.arange(T, dtype=jnp.int32)[None]
+    numbers = jnp.arange(num_masks, dtype=jnp.int32)
+    positions = last[..., None] + 1 + numbers[None, None]
+    sees = places[None, None] <= last[..., None, None]  # [B, A, 1, T]
+    if window:
+        sees = sees & (places[None, None] > positions[..., None] - window)
+    x, h = enter(params, config, tokens, features)
+    mask = jnp.asarray([[config.mask_token_id]], tokens.dtype)
+    x_mask, h_mask = (
+        jnp.broadcast_to(part[:, :, None], (B, A, num_masks, part.shape[-1]))
+        for part in enter(params, config, mask, params.mask_hidden)
+    )
+    layers: tuple[Any, ...] = (params, *params.more)
+    for number, weight in enumerate(layers):
+        if number:
+            x, x_mask = (sequence.norm(y, weight.input_norm, eps) for y in (h, h_mask))
+        q, *context = sequence.heads(weight, layer, x, jnp.broadcast_to(places, (B, T)))
+        q_mask, *own = sequence.heads(weight, layer, x_mask, positions)
+        of_pairs = causal_attention.causal_attention(
+            q, *context, scale=layer.head_dim**-0.5, window=window
+        )
+        of_masks = sequence.attend_blocks(
+            q_mask, context, own, sees, numbers[None] <= numbers[:, None]
+        )
+        h, h_mask = (
+            sequence.after_attention(weight, before, attended, eps=eps)
+            for before, attended in ((h, of_pairs), (h_mask, of_masks))
+        )
+    normed = [sequence.norm(y, params.final_norm, eps) for y in (h, h_mask)]
+    return normed[0], normed[1]

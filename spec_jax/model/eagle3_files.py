@@ -1,14 +1,222 @@
-"""Reads and writes published folders of EAGLE-3 heads.
+"""Reads and writes published folders of EAGLE-3 heads, in three dialects.
 
-Knows the tensors' names; `eagle3_dialects` knows the three dialects of `config.json`.
+midlayer      SafeAILab, SpecForge, AngelSlim: a flat config, no embedding
+speculators   vLLM and Red Hat: the layer's config is nested
+deepspec      DeepSeek: Qwen3's config, its norms of queries and keys, and copies of
+              the target's embedding and head
+
+midlayer and speculators have parallel heads, too, under one name in `architectures`.
+SpecForge's have the names of speculators' tensors, and no key for the mask's token.
 """
 
+import functools
+import reprlib
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
 from spec_jax.model import (
-    eagle3_dialects as dialects,
+    config as config_lib,
     eagle3_params,
+    head_dialects,
     head_files,
     params as params_lib,
 )
+
+
+Dialect = Literal["midlayer", "speculators", "deepspec"]
+DIALECTS: tuple[str, ...] = get_args(Dialect)
+
+WHOLE: tuple[Dialect, ...] = ("deepspec",)
+"""Dialects whose heads have the target's whole vocabulary."""
+
+# Parallel heads without speculators' type are SpecForge's, midlayers.
+_PARALLEL = ("peagle", "speculators", "midlayer")
+ARCHITECTURES: dict[str, head_dialects.Architecture] = {
+    "LlamaForCausalLMEagle3": ("eagle3", "midlayer", "midlayer"),
+    "Eagle3LlamaForCausalLM": ("eagle3", "midlayer", "midlayer"),
+    "Eagle3Speculator": ("eagle3", "speculators", "speculators"),
+    "Eagle3DraftModel": ("eagle3", "speculators", "speculators"),
+    "Qwen3Eagle3Model": ("eagle3", "deepspec", "deepspec"),
+    "PEagleSpeculator": _PARALLEL,
+    "PEagleDraftModel": _PARALLEL,
+}
+_WRITTEN = {
+    "midlayer": "LlamaForCausalLMEagle3",
+    "speculators": "Eagle3DraftModel",
+    "deepspec": "Qwen3Eagle3Model",
+}
+"""The architecture that is written, unless a head is parallel."""
+_MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
+"""Keys of the mask's token: one of speculators, two that vLLM reads in flat configs."""
+
+_FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
+_SHARES = "load_lm_head_from_target"
+"""SGLang's name for a head without an output projection in its file; here one with a
+draft vocabulary takes its rows."""
+
+_AUX = "eagle_aux_hidden_state_layer_ids"
+
+
+def _from_dict(
+    raw: dict[str, Any], target: config_lib.ModelConfig, dtype: str
+) -> tuple[Dialect, eagle3_params.Eagle3Config]:
+    """Returns what a file's contents say, of the weights' dtype."""
+    what = "dialect of EAGLE-3"
+    dialect, kind = head_dialects.dialect_of(raw, ARCHITECTURES, what)
+    mask = head_dialects.agreed(raw, _MASKS, int) if kind == "peagle" else None
+    if kind == "peagle" and mask is None:
+        raise ValueError(
+            "no mask_token_id: state the token of the masks that the head was trained "
+            "with"
+        )
+    is_whole = dialect in WHOLE
+    stated, layer, draft_vocab_size, width = head_dialects.sizes(
+        raw, dialect, target, dtype, is_whole=is_whole
+    )
+    flags = {key: head_dialects.value(raw, key, bool, default=False) for key in _FLAGS}
+    if is_whole and any(flags.values()):
+        set_ = ", ".join(key for key, flag in flags.items() if flag)
+        raise ValueError(f"{set_} is true: heads of deepspec have no such norms")
+    window, *others = set(head_dialects.windows(stated, layer.num_layers)) or {0}
+    if others:
+        raise ValueError(
+            f"layer_types={reprlib.repr(stated.get('layer_types'))}: all layers of a "
+            "head slide, or none"
+        )
+    is_qwen = dialect == "speculators" and stated.get("model_type") == "qwen3"
+    return dialect, eagle3_params.Eagle3Config(
+        layer=layer,
+        draft_vocab_size=draft_vocab_size,
+        target_hidden_size=width,
+        taps=_taps(raw, dialect, target),
+        has_head_norms=is_whole or is_qwen,
+        window=window,
+        shares_head=head_dialects.value(raw, _SHARES, bool, default=False),
+        mask_token_id=mask,
+        **flags,
+    )
+
+
+read_config = functools.partial(head_dialects.read_config, _from_dict)
+"""Reads a head's `config.json`, see `head_dialects.read_config`."""
+
+
+def _taps(
+    raw: Mapping[str, Any], dialect: Dialect, target: config_lib.ModelConfig
+) -> tuple[int, ...]:
+    """Reads the `hidden_states` indices that a config names, in any spelling."""
+    if dialect == "deepspec":
+        # Indices of layers whose outputs are the features; -1 is the embedding.
+        key, ids, shift = "target_layer_ids", raw.get("target_layer_ids"), 1
+    else:
+        nested = raw.get("eagle_config") or {}
+        if not isinstance(nested, dict):
+            raise ValueError(
+                f"eagle_config={reprlib.repr(nested)} must be an object or null"
+            )
+        key, ids, shift = _AUX, raw.get(_AUX) or nested.get(_AUX), 0
+        if ids and nested.get(_AUX, ids) != ids:
+            raise ValueError(
+                f"{_AUX}={reprlib.repr(ids)}, and in eagle_config "
+                f"{reprlib.repr(nested[_AUX])}: remove the wrong one"
+            )
+        if ids is None:
+            return eagle3_params.default_taps(target.num_layers)
+    return head_dialects.layer_ids(key, ids, shift=shift)
+
+
+def check_config(config: eagle3_params.Eagle3Config, dialect: Dialect) -> None:
+    """Passes if a dialect can describe the head.
+
+    Raises:
+      ValueError: no such dialect, or a head that it cannot describe.
+    """
+    head_dialects.check_name(dialect, DIALECTS)
+    config.validate()
+    if dialect == "midlayer" and config.has_head_norms:
+        raise ValueError(
+            "norms of queries and keys: not of midlayer, but of the others"
+        )
+    if config.shares_head and (dialect != "midlayer" or config.is_parallel):
+        raise ValueError(
+            "the target's output projection in the place of an own one: of midlayer "
+            "alone, and of no parallel heads"
+        )
+    if dialect == "deepspec" and config.is_parallel:
+        raise ValueError("deepspec has no parallel heads; choose speculators")
+    if dialect == "deepspec":
+        if not config.has_head_norms or any(getattr(config, flag) for flag in _FLAGS):
+            raise ValueError(
+                "deepspec has norms of queries and keys, and no others; choose "
+                "speculators"
+            )
+        if config.draft_vocab_size != config.layer.vocab_size:
+            raise ValueError("deepspec has the whole vocabulary; choose speculators")
+        if config.has_own_embed:
+            raise ValueError(
+                f"a head of width {config.hidden_size} for a target of width "
+                f"{config.target_hidden_size}: deepspec's have the target's; choose "
+                "speculators"
+            )
+
+
+def _layer(head: eagle3_params.Eagle3Config) -> dict[str, Any]:
+    """Returns the config of a model that has the head's layers."""
+    layer = config_lib.to_dict(head.layer)
+    if head.window:
+        layer |= head_dialects.window_keys([head.window] * head.layer.num_layers)
+    if head.has_head_norms:
+        return layer
+    return layer | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+
+
+def to_dict(
+    head: eagle3_params.Eagle3Config, dialect: Dialect, origin: head_dialects.Origin
+) -> dict[str, Any]:
+    """Returns the `config.json` that `read_config` reads back, with the keys that the
+    dialect's own code writes."""
+    kind = "peagle" if head.is_parallel else "eagle3"
+    name = "PEagleDraftModel" if head.is_parallel else _WRITTEN[dialect]
+    flags = {flag: getattr(head, flag) for flag in _FLAGS}
+    layer, taps = _layer(head), list(head.taps)
+    sizes = {
+        "draft_vocab_size": head.draft_vocab_size,
+        "target_hidden_size": head.target_hidden_size,
+        _AUX: taps,
+    }
+    own: dict[str, Any] = {"architectures": [name]}
+    if dialect == "deepspec":
+        own |= {
+            "num_target_layers": origin.target.num_layers,
+            "target_layer_ids": [tap - 1 for tap in taps],
+            "target_model_name_or_path": origin.target_name,
+            "draft_num_hidden_layers": 1,
+            "layer_types": head_dialects.window_keys([head.window])["layer_types"],
+            "step_loss_decay": origin.step_loss_decay,
+            "ttt_length": origin.ttt_length,
+            "tie_word_embeddings": False,
+        }
+    elif dialect == "midlayer":
+        # Left out if false: SpecForge up to 0.2.0 runs no final norm at all where
+        # `norm_output` is stated as false.
+        shares = {_SHARES: head.shares_head}
+        own |= {"mask_token_id": head.mask_token_id, **flags, **shares, **sizes}
+        own = {key: None if value is False else value for key, value in own.items()}
+        # SGLang and vLLM read the list in here, llama.cpp the one beside it.
+        own["eagle_config"] = {"use_aux_hidden_state": True, _AUX: taps}
+    else:
+        about = head_dialects.speculators_config(kind, origin.ttt_length, origin)
+        own |= {
+            head_dialects.TYPE: kind,
+            "speculators_config": about,
+            "mask_token_id": head.mask_token_id,
+            "transformer_layer_config": layer,
+            **flags,
+            **sizes,
+            "torch_dtype": head.layer.dtype,
+        }
+        layer = {}
+    return layer | head_dialects.stated(own)
 
 
 _NAMES = (
@@ -39,8 +247,9 @@ def _parts(
 
 
 FAMILY = head_files.Family(
-    dialects=dialects,
-    to_dict=dialects.to_dict,
+    read_config=read_config,
+    check_config=check_config,
+    to_dict=to_dict,
     names=_parts,
     copies=("speculators", "deepspec"),
 )

@@ -5,7 +5,7 @@ the first. `eagle3` computes with the weights, and `eagle3_files` reads the file
 """
 
 import dataclasses
-from typing import Self
+from typing import ClassVar, Self
 
 import jax
 
@@ -91,8 +91,9 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 
 
 class Eagle3Params(pytree.Node):
-    """A head, and the target's embedding that it reads."""
+    """A head, which is also its first layer, and the target's embedding."""
 
+    qkv_bias: ClassVar[None] = None
     fc: weights.Weight  # [D, taps * Dt]
     features_norm: jax.Array | None  # [taps * Dt], with `norm_before_fc`
     fc_norms: tuple[jax.Array, ...] | None  # taps times [Dt], with `fc_norm`
@@ -113,3 +114,8 @@ class Eagle3Params(pytree.Node):
     # A parallel head's: the features of masks, and the layers after the first.
     mask_hidden: jax.Array | None = None  # [1, 1, taps * Dt]
     more: tuple[params_lib.LayerParams, ...] = ()
+
+    @property
+    def head(self) -> weights.Weight:
+        """The output projection, `[Vd, D]`."""
+        return self.lm_head

@@ -1,7 +1,7 @@
 """Keys that the `config.json` of all heads that read features have in common.
 
 This module reads files and the keys of layers; the keys that only one family of heads
-has are in `eagle3_dialects` and `block_dialects`.
+has are in `eagle3_files` and `block_dialects`.
 """
 
 import dataclasses

@@ -8,7 +8,6 @@ and output projection, and tables of a draft vocabulary. Tensors are `[out, in]`
 import dataclasses
 import functools
 import pathlib
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,7 +58,8 @@ class Family:
     """Published folders of a family of heads.
 
     Attributes:
-      dialects: the module that reads its configs, and checks what a dialect can state.
+      read_config: reads a `config.json`, see `head_dialects.read_config`.
+      check_config: takes a config and a dialect; passes if that can describe the head.
       to_dict: takes a config, a dialect and an `Origin`; returns the `config.json`.
       names: takes a config, a dialect and the shapes of what is in files; returns a
         tree of `params.Parts`.
@@ -69,7 +69,8 @@ class Family:
       zeros: fields that are zero where files lack them.
     """
 
-    dialects: types.ModuleType
+    read_config: Callable[..., tuple[str, Any]]
+    check_config: Callable[[Any, Any], None]
     to_dict: Callable[..., dict[str, Any]]
     names: Callable[[Any, str, Any], Any]
     copies: tuple[str, ...]
@@ -122,7 +123,7 @@ class Family:
                 f"{target.dtype}: leave it out"
             )
         path = folder / "config.json"
-        dialect, config = self.dialects.read_config(path, target, dtype=dtype)
+        dialect, config = self.read_config(path, target, dtype=dtype)
         entries = _find(folder, dialect)
         names = self.tensors(
             config, dialect, embed=EMBED in entries, lm_head=LM_HEAD in entries
@@ -178,7 +179,7 @@ class Family:
           ValueError: no such dialect, or a head that it cannot describe.
           CheckpointError: the files cannot be written.
         """
-        self.dialects.check_config(config, dialect)
+        self.check_config(config, dialect)
         has_copies = copies and dialect in self.copies
         names = self.tensors(config, dialect, embed=has_copies, lm_head=has_copies)
         shared = ("hot", "embed", "lm_head")

@@ -21,6 +21,7 @@ from spec_jax.model import (
     families,
     load_shards,
     params as params_lib,
+    sequence,
 )
 from spec_jax.ops import argmax, dispatch, weights
 from spec_jax.paging import allocator, cache as paged, index
@@ -301,20 +302,60 @@ def _prefill(
     # NumPy's where `jax.disable_jit` makes this a plain call.
     tokens, length, slot = map(jnp.asarray, (tokens, length, slot))
     kv = allocator.reserve(kv, slot, length)
-    how = {"tokens": tokens, "length": length, "slot": slot, "taps": taps}
     if by_rows:
-        return decoder.prefill_rows(
-            params,
-            model.config,
-            kv,
-            forward=model.forward_rows,
-            slab=NATIVE_PREFILL_SLAB if model.impl == "native" else model.slab,
-            begun=0 if begun is None else begun,
-            before=before,
-            **how,
+        begun = 0 if begun is None else begun
+        return _prefill_rows(
+            model, params, kv, tokens, length, slot, begun, before, taps
         )
     if model.layout is not None:
         raise ValueError("batched prefill of a model on a mesh: prefill by rows")
     if begun is not None:
         raise ValueError("batched prefill of a slot that is begun: prefill by rows")
-    return decoder.prefill(params, model.config, kv, **how)
+    # Bits differ from those of rows; plain and speculative decoding share them.
+    outputs = sequence.forward(params, model.config, tokens[None], taps=taps)
+    for number in range(model.config.num_layers):
+        kv = paged.write(
+            kv,
+            number,
+            slots=jnp.full(tokens.shape, slot, jnp.int32),
+            positions=jnp.arange(tokens.size, dtype=jnp.int32),
+            num_active=length,  # Padding writes nowhere.
+            k=outputs.k[number][0],
+            v=outputs.v[number][0],
+        )
+    kv = allocator.extend(kv, slot, length)
+    return kv, outputs.features[0] if taps else None
+
+
+def _prefill_rows(model, params, kv, tokens, length, slot, begun, before, taps):
+    """Writes the K/V of `tokens[begun:length]` by slabs of rows, as in decoding."""
+    slab = NATIVE_PREFILL_SLAB if model.impl == "native" else model.slab
+    padded, features = jnp.pad(tokens, (0, slab)), None
+    if taps:
+        shape = padded.shape[0], len(taps), model.config.hidden_size
+        features = jnp.zeros(shape, model.config.dtype)
+        if before is not None:
+            most = min(before.shape[0], tokens.shape[0])
+            features = features.at[:most].set(before[:most])
+
+    def tile(number, carry):
+        """Runs slab `number` of the prompt."""
+        kv, features = carry
+        start = begun + number * slab
+        rows = decoder.Rows(
+            tokens=jax.lax.dynamic_slice_in_dim(padded, start, slab),
+            slots=jnp.full((slab,), slot, jnp.int32),
+            positions=start + jnp.arange(slab, dtype=jnp.int32),
+            num_active=jnp.minimum(length - start, slab),
+        )
+        kv, outputs = model.forward_rows(params, rows, kv, taps=taps, with_logits=False)
+        if features is not None:
+            features = jax.lax.dynamic_update_slice_in_dim(
+                features, outputs.features, start, axis=0
+            )
+        return kv, features
+
+    num_tiles = (length - begun + slab - 1) // slab
+    kv, features = jax.lax.fori_loop(0, num_tiles, tile, (kv, features))
+    kv = allocator.extend(kv, slot, length)
+    return kv, None if features is None else features[: tokens.shape[0]]

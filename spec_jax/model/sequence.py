@@ -160,11 +160,7 @@ def attend_blocks(q, context, own, is_context, is_own):
 def after_attention(layer, x: jax.Array, attended: jax.Array, *, eps: float):
     """Returns the residual after a layer whose heads `[..., N, H]` are `attended`."""
     flat = attended.reshape(*x.shape[:-1], -1)
-    return gated_mlp(layer, x + matmul(flat, layer.attention_out), eps=eps)
-
-
-def gated_mlp(layer, x: jax.Array, *, eps: float) -> jax.Array:
-    """Returns `x` plus the output of a layer's gated MLP."""
+    x += matmul(flat, layer.attention_out)
     inner = matmul(norm(x, layer.mlp_norm, eps), layer.gate_up)
     return x + matmul(swiglu.swiglu(inner), layer.down)
 

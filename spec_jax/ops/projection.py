@@ -27,10 +27,11 @@ other bits and, in bfloat16, a tenth of the speed."""
 
 
 class Residual(pytree.Node):
-    """The residual of a slab, and its RMSNorm where a kernel has made that already."""
+    """The residual of a slab, and what the next product reads where that is made
+    already: its RMSNorm, by a kernel, or the input of a head's first layer."""
 
     x: jax.Array  # [R, D]
-    normed: jax.Array | None = None  # [R, D]
+    normed: jax.Array | None = None  # [R, K]
 
     def before(self, norm: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Returns the rows of the next product, and the norm still to be applied."""

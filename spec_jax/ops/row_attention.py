@@ -30,7 +30,6 @@ def row_attention(
     scale: float,
     impl: str,
     block: int | None = None,
-    firsts: Int[Array, " R"] | None = None,
     by_head: bool = False,
 ) -> tuple[
     Float[Array, "R attention"],
@@ -48,7 +47,6 @@ def row_attention(
       angles: cosines and sines, in the dtype of `heads` (`rope.angles`).
       block: rows come in runs of so many, at following positions of one slot, and each
         sees its whole run: the positions to the run's last, not to its own.
-      firsts: the first position that each row sees, not past its own; None: 0.
       by_head: whether "xla" computes each key/value head for itself, so that no bit
         depends on how many there are: for a mesh. Others always do.
 
@@ -67,7 +65,7 @@ def row_attention(
         "num_active": rows.num_active,
     }
     inputs = heads, q_norm, k_norm, k_pages, v_pages, *angles
-    sees = where | {"branch": branch, "firsts": firsts, "scale": scale}
+    sees = where | {"branch": branch, "firsts": rows.firsts, "scale": scale}
     if impl == "native":
         return calls.attend(*inputs, **sees, eps=eps)
     if block is not None:

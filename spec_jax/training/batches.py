@@ -18,17 +18,6 @@ Draw = Callable[[Batch, np.ndarray, int | None], Batch]
 of the indices of its sequences and of the step, None where they are held out."""
 
 
-def of_step(data: Data, *, step: int, draw: Draw | None = None, **how: int) -> Batch:
-    """Returns the sequences of optimiser step `step`; `how` as of `rows_of_step`.
-
-    Args:
-      draw: where it is given, `size` sequences are a batch whatever their columns:
-        what it draws of each decides how much that is.
-    """
-    rows = rows_of_step(data.columns, step=step, is_counted=draw is not None, **how)
-    return data[rows] if draw is None else draw(data[rows], rows, step)
-
-
 def rows_of_step(
     columns: np.ndarray,
     *,
@@ -48,6 +37,7 @@ def rows_of_step(
 
     Args:
       unit: divides the sequences of a batch.
+      is_counted: for a `Draw`: what it draws of each sequence decides how much that is.
     """
     counts = {}
     for width, there in zip(*np.unique(columns, return_counts=True), strict=True):

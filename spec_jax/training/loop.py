@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-import tqdm
 from jax import sharding
 
 from spec_jax.training import batches
@@ -35,9 +33,6 @@ Loss = Callable[[Params, batches.Batch, Any], jax.Array]
 Measure = Callable[[Params, batches.Batch, Any], dict[str, jax.Array]]
 """`(params, batch, teacher) -> a sum and a count [2]` of a held-out batch, by name: the
 number of the name is the quotient over all batches."""
-
-INTERVAL_S = 10.0
-"""Between two lines of progress where there is no terminal for a bar."""
 
 DATA_AXIS = "data"
 """The axis of a mesh over which the sequences of a batch are spread."""
@@ -65,7 +60,7 @@ class Recipe:
     batch_size: int = 16
     part_size: int = 2  # sequences at a time: what fits a CPU's caches
     learning_rate: float = 0.02  # Muon, for the matrices of the layers
-    adam_learning_rate: float = 0.003  # all other weights, see `labels`
+    adam_learning_rate: float = 0.003  # all other weights
     warmup_steps: int = 50
     decay_share: float = 0.5  # of the steps, at the end
     eval_every: int = 50
@@ -92,15 +87,21 @@ def learning_rate(recipe: Recipe, peak: float) -> optax.Schedule:
     )
 
 
+_NOT_MUON = (
+    *("embed", "lm_head", "out", "confidence", "mask_hidden"),
+    *("base", "kernels"),  # of convolutions
+)
+
+
 @functools.cache  # A static argument of the step: one object, one compilation.
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     """Returns Muon for the layers' matrices, Adam for the rest, by `learning_rate`."""
+    matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
 
-    def matrices(params: Params) -> Any:
-        matrix = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
-        return jax.tree.map(
-            lambda label: matrix if label == "muon" else None, labels(params)
-        )
+    def mark(path, leaf) -> Any:
+        """Marks matrices, but tables and single rows."""
+        is_table = jax.tree_util.keystr(path[-1:]).lstrip(".") in _NOT_MUON
+        return None if is_table or leaf.ndim < 2 else matrix
 
     return optax.chain(
         optax.clip_by_global_norm(1.0),
@@ -108,25 +109,11 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
             learning_rate(recipe, recipe.learning_rate),
             adam_learning_rate=learning_rate(recipe, recipe.adam_learning_rate),
             adam_b2=0.98,
-            muon_weight_dimension_numbers=matrices,
+            muon_weight_dimension_numbers=functools.partial(
+                jax.tree_util.tree_map_with_path, mark
+            ),
         ),
     )
-
-
-_NOT_MUON = (
-    *("embed", "lm_head", "out", "confidence", "mask_hidden"),
-    *("base", "kernels"),  # of convolutions
-)
-
-
-def labels(params: Params) -> Params:
-    """Returns each leaf's optimiser: Muon for matrices but tables and single rows."""
-
-    def label(path, leaf) -> str:
-        is_table = jax.tree_util.keystr(path[-1:]).lstrip(".") in _NOT_MUON
-        return "adam" if is_table or leaf.ndim < 2 else "muon"
-
-    return jax.tree_util.tree_map_with_path(label, params)
 
 
 def held_out(
@@ -143,13 +130,18 @@ def held_out(
     order = np.argsort(-data.columns, kind="stable")  # Little padding.
     for start in range(0, len(data) - batch_size + 1, batch_size):
         rows = order[start : start + batch_size]
-        inputs = data[rows] if draw is None else draw(data[rows], rows, None)
+        inputs = _drawn(data[rows], rows, None, draw)
         parts.append(jax.device_get(measure(params, inputs, teacher)))
     sums = {name: np.sum([x[name] for x in parts], 0, float) for name in parts[0]}
     return {
         name: float(x) / float(n) if n else float("nan")
         for name, (x, n) in sums.items()
     }
+
+
+def _drawn(batch, rows, step, draw):
+    """Returns a batch with what a step draws anew."""
+    return batch if draw is None else draw(batch, rows, step)
 
 
 def value_and_grad(
@@ -218,7 +210,6 @@ def _step(state, batch, teacher, *, loss, transform, part_size, mesh):
 
 
 def run(
-    name: str,
     recipe: Recipe,
     init: Params,
     loss: Loss,
@@ -230,6 +221,7 @@ def run(
     measure: Measure,
     draw: batches.Draw | None,
     mesh: sharding.Mesh | None,
+    after_step: Callable[[dict[str, float]], Any] = lambda row: None,
     stop_after: int | None = None,
 ) -> Params:
     """Trains from `init`, or from the newest checkpoint in `folder`.
@@ -245,6 +237,7 @@ def run(
       draw: adds to each batch what a step draws anew, see `batches.Draw`.
       mesh: of one axis, `DATA_AXIS`: sequences are spread over its devices, and
         parameters are on each.
+      after_step: takes what the log says of each step.
       stop_after: stops after this step, as if killed (tests resumption).
 
     Returns:
@@ -263,16 +256,17 @@ def run(
         state, teacher = _resumed(manager, state, teacher, mesh)
         first = int(state["step"])
         evaluate = jax.jit(evaluated)
-        with _open_log(folder, first) as log, _progress(name, recipe, first) as bar:
+        with _open_log(folder, first) as log:
             for step in range(first, recipe.steps):
-                batch = batches.of_step(
-                    data,
+                rows = batches.rows_of_step(
+                    data.columns,
                     step=step,
-                    draw=draw,
                     size=recipe.batch_size,
                     seed=recipe.seed,
                     unit=recipe.part_size * (1 if mesh is None else mesh.size),
+                    is_counted=draw is not None,
                 )
+                batch = _drawn(data[rows], rows, step, draw)
                 state, row = _timed_step(recipe, state, batch, teacher, loss, mesh)
                 done = step + 1
                 if done == recipe.steps or done % recipe.eval_every == 0:
@@ -287,8 +281,7 @@ def run(
                     row |= {f"held_out_{name}": x for name, x in found.items()}
                 log.write(json.dumps({"step": step} | row) + "\n")
                 log.flush()
-                bar.set_postfix_str(f"loss {row['loss']:.3f}", refresh=False)
-                bar.update()
+                after_step(row)
                 if done == recipe.steps or done % recipe.save_every == 0:
                     manager.save(done, args=ocp.args.StandardSave(state))
                 if done == stop_after:
@@ -299,9 +292,8 @@ def run(
 def _resumed(manager, state, teacher, mesh):
     """Returns the newest checkpoint, or `state` if there are none, and the teacher,
     both on all devices of a mesh."""
-    step = manager.latest_step()
-    if step is not None:
-        state = manager.restore(step, args=ocp.args.StandardRestore(_abstract(state)))
+    if manager.latest_step() is not None:
+        state = _restored(manager, state)
     if mesh is None:
         return state, teacher
     everywhere = sharding.NamedSharding(mesh, sharding.PartitionSpec())
@@ -326,17 +318,6 @@ def _timed_step(recipe, state, batch, teacher, loss, mesh):
     return state, row
 
 
-def _progress(name: str, recipe: Recipe, first: int) -> tqdm.tqdm:
-    """Returns a bar on standard error; a line now and then where that is no terminal.
-
-    Nothing is drawn between two steps, by a thread that would take their time.
-    """
-    tqdm.tqdm.monitor_interval = 0
-    interval = 0.1 if sys.stderr.isatty() else INTERVAL_S
-    how = {"mininterval": interval, "miniters": 1}
-    return tqdm.tqdm(desc=name, total=recipe.steps, initial=first, **how)
-
-
 def num_steps(folder: pathlib.Path) -> int:
     """Returns the step of the newest checkpoint in `folder`; 0 without one."""
     names = [path.name for path in (folder / "checkpoints").glob("*")]
@@ -353,10 +334,7 @@ def restore(recipe: Recipe, init: Params, folder: pathlib.Path):
         step = manager.latest_step()
         if step is None:
             raise ValueError(f"{folder}: no checkpoint; train this stage first")
-        state = manager.restore(
-            step, args=ocp.args.StandardRestore(_abstract(_start(recipe, init)))
-        )
-    return state["params"], step
+        return _restored(manager, _start(recipe, init))["params"], step
 
 
 def _start(recipe: Recipe, init: Params) -> dict:
@@ -367,8 +345,10 @@ def _start(recipe: Recipe, init: Params) -> dict:
     }
 
 
-def _abstract(state: dict) -> dict:
-    return jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+def _restored(manager: ocp.CheckpointManager, state: dict) -> dict:
+    """Returns the newest checkpoint, of a state like this one."""
+    like = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    return manager.restore(manager.latest_step(), args=ocp.args.StandardRestore(like))
 
 
 def _open_log(folder: pathlib.Path, first_step: int):

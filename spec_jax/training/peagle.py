@@ -1,4 +1,4 @@
-"""The loss of P-EAGLE: all drafts after a pair are one pass (`model.eagle3_parallel`).
+"""The loss of P-EAGLE: all drafts after a pair are one pass (`model.eagle3`).
 
 The paper (https://arxiv.org/abs/2602.01469) trains masks after ever fewer pairs, the
 deeper they are ("COD sampling"): it drops rows to save memory, and so weighs deep ones
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spec_jax.model import (
-    eagle3_parallel,
+    eagle3 as eagle3_lib,
     eagle3_params,
     params as params_lib,
     sequence,
@@ -129,7 +129,7 @@ def _hidden(config, params, batch, teacher, steps):
     """Returns what the output projection reads of all pairs, and of the masks after
     the pair of each anchor and the token before it; and the output projection."""
     whole = heads.computing(config, params, teacher)
-    pairs, masks = eagle3_parallel.forward_sequence(
+    pairs, masks = eagle3_lib.forward_parallel(
         whole,
         config,
         batch["tokens"][:, 1:],

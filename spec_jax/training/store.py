@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -60,16 +61,7 @@ class Store:
         return np.memmap(self._path(text), dtype=self._dtype, mode="r", shape=shape)
 
     def add(self, text: np.ndarray, rows: np.ndarray) -> None:
-        """Keeps the rows `[T, width]` of a text `[T]`.
-
-        Raises:
-          ValueError: rows of another shape or dtype.
-        """
-        if rows.shape != (len(text), self._width) or rows.dtype != self._dtype:
-            raise ValueError(
-                f"{self.folder}: rows {rows.dtype}{list(rows.shape)} of a text of "
-                f"{len(text)} tokens must be {self._dtype}[{len(text)}, {self._width}]"
-            )
+        """Keeps the rows `[T, width]` of a text `[T]`."""
         _write_whole(self._path(text), rows.tobytes())
 
 
@@ -78,3 +70,16 @@ def _write_whole(path: pathlib.Path, data: bytes) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_bytes(data)
     partial.replace(path)
+
+
+def kept(store: Store | None, text: np.ndarray, make: Callable[[], np.ndarray]) -> Any:
+    """Returns the rows of a text, which are made where the store lacks them, and kept.
+
+    Args:
+      store: None: they are made.
+    """
+    if store is None:
+        return make()
+    if text not in store:
+        store.add(text, make())
+    return store[text]

@@ -8,7 +8,6 @@ one text at a time, so that a cache holds the bits that would be computed.
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -70,20 +69,15 @@ class Texts:
       tokens: ids `[n, T] int32`.
       mask: which rows of the target count `[n, T] bool`: those after which it wrote a
         token. Row `t` predicts token `t + 1`.
-      greedy: which texts it wrote greedily `[n] bool`; all if None.
+      greedy: which texts it wrote greedily `[n] bool`.
       samples: texts of a prompt, one after the other: where texts are held out, no
         prompt of theirs is trained on.
     """
 
     tokens: np.ndarray
     mask: np.ndarray
-    greedy: np.ndarray | None = None
+    greedy: np.ndarray
     samples: int = 1
-
-    @property
-    def is_greedy(self) -> np.ndarray:
-        """Whether each text was written greedily, `[n] bool`."""
-        return np.ones(len(self), bool) if self.greedy is None else self.greedy
 
     @functools.cached_property
     def lengths(self) -> np.ndarray:
@@ -108,7 +102,7 @@ class Texts:
         return {
             "tokens": self.tokens[rows, :size],
             "mask": self.mask[rows, :size],
-            "greedy": self.is_greedy[rows],
+            "greedy": self.greedy[rows],
         }
 
     def read(self, row: int) -> np.ndarray:
@@ -117,8 +111,8 @@ class Texts:
 
     def part(self, rows: slice) -> "Texts":
         """Returns some of the texts, such as the held-out ones."""
-        arrays = {name: getattr(self, name)[rows] for name in ("tokens", "mask")}
-        return dataclasses.replace(self, **arrays, greedy=self.is_greedy[rows])
+        names = ("tokens", "mask", "greedy")
+        return dataclasses.replace(self, **{x: getattr(self, x)[rows] for x in names})
 
 
 _CHOICES = np.dtype([("best", "<i4"), ("normalizer", "<f4")])
@@ -131,7 +125,8 @@ class Outputs:
     Attributes:
       normalizers: batches have `normalizer`, too, the target's log-sum-exp after each
         row: with it a loss needs the logits of draft tokens alone.
-      store: the cache, see `cached`; None: they are computed.
+      store: the cache, see `cached`, which keeps what is computed; None: nothing is
+        kept.
     """
 
     texts: Texts
@@ -156,16 +151,17 @@ class Outputs:
     def rows_of(self, row: int) -> np.ndarray:
         """Returns features and final hidden states of a text, `[T, (taps + 1) * D]`, up
         to the last row that counts."""
-        if self.store is not None:
-            return self.store[self.texts.read(row)]
-        length = int(self.texts.lengths[row])
-        tokens = self.texts.tokens[row, : self.columns[row]]
-        made = _one(self.params, tokens[None], self.config, self.taps)
-        return np.asarray(made)[:length]
+
+        def make() -> np.ndarray:
+            tokens = self.texts.tokens[row, : self.columns[row]]
+            made = _one(self.params, tokens[None], self.config, self.taps)
+            return np.asarray(made)[: self.texts.lengths[row]]
+
+        return stores.kept(self.store, self.texts.read(row), make)
 
     @functools.cached_property
     def _choices(self) -> stores.Store | None:
-        """Choices after rows of cached texts, written as they are asked for.
+        """Choices after rows of cached texts.
 
         A product with the whole vocabulary costs as much as a step of a small drafter.
         """
@@ -185,18 +181,17 @@ class Outputs:
         Args:
           final: the text's final hidden states `[T, D]`.
         """
-        if self.texts.is_greedy[row] and not self.normalizers:
+        if self.texts.greedy[row] and not self.normalizers:
             return self.texts.tokens[row, 1 : len(final) + 1], None
-        text, kept = self.texts.read(row), self._choices
-        if kept is not None and text in kept:
-            found = kept[text]
-        else:
+
+        def make() -> np.ndarray:
             padded = np.pad(final, ((0, -len(final) % BUCKET), (0, 0)))
             made = jax.device_get(_choices(weights.matrix(self.params.head), padded))
             found = np.empty((len(final), 1), _CHOICES)
             found["best"], found["normalizer"] = (x[: len(final), None] for x in made)
-            if kept is not None:
-                kept.add(text, found)
+            return found
+
+        found = stores.kept(self._choices, self.texts.read(row), make)
         return found["best"][:, 0], found["normalizer"][:, 0]
 
     def __getitem__(self, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -262,15 +257,7 @@ def draft_vocabulary(texts: Texts, *, size: int, vocab_size: int) -> np.ndarray 
     """Returns the most frequent tokens that the target wrote, ascending, int32.
 
     None where the draft vocabulary is the whole one.
-
-    Raises:
-      ValueError: a size below 1 or above `vocab_size`.
     """
-    if not 1 <= size <= vocab_size:
-        raise ValueError(
-            f"a draft vocabulary of {size}, of a vocabulary of {vocab_size}: it must "
-            f"be from 1 to {vocab_size}"
-        )
     if size == vocab_size:
         return None
     written = texts.tokens[:, 1:][texts.mask[:, :-1]]
@@ -279,14 +266,14 @@ def draft_vocabulary(texts: Texts, *, size: int, vocab_size: int) -> np.ndarray 
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
-def store_of(folder: pathlib.Path, outputs: Outputs) -> stores.Store:
-    """Opens a cache of such outputs, or begins one.
+def cached(outputs: Outputs, folder: pathlib.Path) -> Outputs:
+    """Returns the same outputs, which a folder keeps: by memory map, once computed.
 
     Raises:
       ValueError: `folder` holds another target's, or of other taps.
     """
     config, taps = outputs.config, outputs.taps
-    return stores.Store(
+    store = stores.Store(
         folder,
         described={
             "target_sha256": fingerprint.of_params(outputs.params),
@@ -296,39 +283,4 @@ def store_of(folder: pathlib.Path, outputs: Outputs) -> stores.Store:
         width=(len(taps) + 1) * config.hidden_size,
         dtype=jnp.dtype(config.dtype),
     )
-
-
-def missing(store: stores.Store, texts: Texts) -> list[int]:
-    """Returns the texts that a cache lacks."""
-    return [row for row in range(len(texts)) if texts.read(row) not in store]
-
-
-def write(
-    store: stores.Store,
-    outputs: Outputs,
-    *,
-    after_text: Callable[[], None] = lambda: None,
-) -> None:
-    """Caches the outputs of texts that the cache lacks; a killed run goes on.
-
-    Args:
-      after_text: called after each of the texts that are `missing`.
-    """
-    for row in missing(store, outputs.texts):
-        store.add(outputs.texts.read(row), outputs.rows_of(row))
-        after_text()
-
-
-def cached(outputs: Outputs, store: stores.Store) -> Outputs:
-    """Returns the same outputs from a cache of their target, by memory map.
-
-    Raises:
-      ValueError: the cache lacks texts.
-    """
-    lacking = len(missing(store, outputs.texts))
-    if lacking:
-        raise ValueError(
-            f"{store.folder}: lacks {lacking} of {len(outputs)} texts; run the stage "
-            "cache first"
-        )
     return dataclasses.replace(outputs, store=store)

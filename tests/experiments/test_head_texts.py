@@ -31,68 +31,70 @@ def test_rollouts_are_half_greedy(target, work):
     assert sum(share < 0.9 for share in shares) >= 8
 
 
-def assert_cached(store, online, rows, source=None):
+def lacking(cached) -> list[int]:
+    """Returns the texts whose rows a cache lacks."""
+    texts = cached.texts
+    return [row for row in range(len(texts)) if texts.read(row) not in cached.store]
+
+
+def assert_cached(cached, online, rows):
     """Asserts that rows of a cache have the bits that the target computes."""
-    cached = targets.cached(source or online, store)[rows]
+    found = cached[rows]
     for name, array in online[rows].items():
-        testing.assert_same_bits(cached[name], array, what=name)
+        testing.assert_same_bits(found[name], array, what=name)
 
 
 def test_a_cache_has_the_bits_of_the_target(target, work, tmp_path):
     """Fails if bits differ, `--texts` does not find it, or it serves another target."""
     online = job_of(target, work).online
-    store, rows = targets.store_of(work / "cache", online), np.array([7, 0, 19])
-    assert targets.missing(store, online.texts) == []
-    assert_cached(store, online, rows)
+    cached = targets.cached(online, work / "cache")
+    assert lacking(cached) == []
+    assert_cached(cached, online, np.array([7, 0, 19]))
     turned = dataclasses.replace(online.config, rope_theta=5e5)  # of the same weights
     for what, other in (
         ("taps", job_of(target, work, "--taps", "0,2,1").online),
         ("target_config", dataclasses.replace(online, config=turned)),
     ):
         with pytest.raises(ValueError, match=f"cache.json: of another {what}; delete"):
-            targets.store_of(work / "cache", other)
+            targets.cached(other, work / "cache")
     elsewhere = args_of(target, tmp_path, "--texts", str(work))
-    assert targets.missing(jobs.store_of(elsewhere, online), online.texts) == []
+    assert lacking(jobs.cached(elsewhere, online)) == []
 
 
 def test_a_cache_goes_on_where_it_was_killed(target, work, tmp_path):
     """Fails if half a text is kept, a whole one computed again, or a later one lost."""
     online = job_of(target, work).online
-    store, first = targets.store_of(tmp_path, online), online.texts.read(0)
-    with pytest.raises(ValueError, match=r"rows float32\[3, 4\] of a text of "):
-        store.add(first, np.zeros((3, 4), np.float32))
-    store.add(first, online.rows_of(0))
+    cached = targets.cached(online, tmp_path)
+    cached.rows_of(0)
     (whole,) = tmp_path.glob("*.rows")
-    half = store._path(online.texts.read(1))
+    half = cached.store._path(online.texts.read(1))
     half.with_name(f"{half.name}.partial").write_bytes(whole.read_bytes()[:10])
-    store, made = targets.store_of(tmp_path, online), []
-    with pytest.raises(ValueError, match="lacks 19 of 20 texts; run the stage cache"):
-        targets.cached(online, store)
-    targets.write(store, online, after_text=lambda: made.append(None))
-    assert len(made) == 19
-    for again in (store, targets.store_of(tmp_path, online)):
-        assert_cached(again, online, np.arange(20))
+    again = targets.cached(online, tmp_path)
+    assert lacking(again) == [*range(1, 20)]
+    dataclasses.replace(again, params=None).rows_of(0)  # It computes nothing.
+    assert_cached(again, online, np.arange(20))
+    assert lacking(cached) == []
 
 
 def test_choices_are_computed_once(target, work, tmp_path):
     """Fails if a cache computes the target's choices again, or keeps other bits."""
     shutil.copytree(work / "cache", tmp_path / "cache")
     online = dataclasses.replace(job_of(target, work).online, normalizers=True)
-    store, rows = targets.store_of(tmp_path / "cache", online), np.array([7, 0, 19])
-    blind = dataclasses.replace(online, params=None)
-    for source in (online, blind):  # The second computes nothing.
-        assert_cached(store, online, rows, source)
+    kept = targets.cached(online, tmp_path / "cache")
+    blind, rows = dataclasses.replace(kept, params=None), np.array([7, 0, 19])
+    for cached in (kept, blind):  # The second computes nothing.
+        assert_cached(cached, online, rows)
     with pytest.raises(AttributeError):  # Control: a text that was not read before.
-        targets.cached(blind, store)[np.array([1])]
+        blind[np.array([1])]
     # A greedy text shows its own choices, whatever the cache holds.
-    kept = targets.cached(online, store)
-    told = dataclasses.replace(online, normalizers=False)
-    one = rows[online.texts.is_greedy[rows]][:1]
-    text, expected = online.texts.read(int(one[0])), told[one]["best"]
+    told = dataclasses.replace(kept, normalizers=False)
+    one = rows[online.texts.greedy[rows]][:1]
+    text = online.texts.read(int(one[0]))
+    expected = dataclasses.replace(told, store=None)[one]["best"]
     planted = np.array(kept._choices[text])
     planted["best"] += 1
     kept._choices.add(text, planted)
-    testing.assert_same_bits(targets.cached(told, store)[one]["best"], expected)
+    testing.assert_same_bits(told[one]["best"], expected)
     assert (kept[one]["best"] != expected).any()  # Control: the cache is read.
 
 

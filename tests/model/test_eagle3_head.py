@@ -149,10 +149,3 @@ def test_the_loss_of_a_later_step_reaches_every_weight():
     gradient = jax.jit(jax.grad(loss), compiler_options=less_effort)
     grads = gradient(params.replace(embed=None))
     assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(grads))
-
-
-def test_features_of_another_width_are_refused():
-    pairs = Pairs(layouts.make_params(HEAD), HEAD, "xla")
-    features, tokens = inputs(HEAD, 2)
-    with pytest.raises(ValueError, match="features of width 143: the head reads 144"):
-        pairs.add(tokens, features[:, 1:], start=0)

@@ -14,7 +14,7 @@ from spec_jax.model import (
     block_params,
     checkpoint_files as files,
     config as config_lib,
-    eagle3_dialects,
+    eagle3_files,
 )
 
 
@@ -25,7 +25,7 @@ def nested(**changes):
 
 def to_dict(config, dialect, origin=ORIGIN):
     """Returns the object that `config.json` holds."""
-    kind = block_files if layouts.is_block(config) else eagle3_dialects
+    kind = block_files if layouts.is_block(config) else eagle3_files
     return kind.to_dict(config, dialect, origin)
 
 
@@ -33,7 +33,7 @@ def read(folder, raw, config=DFLASH):
     """Reads a config of the kind of `config` from a file that holds this object."""
     path = folder / "config.json"
     path.write_text(json.dumps(raw))
-    kind = block_dialects if layouts.is_block(config) else eagle3_dialects
+    kind = block_dialects if layouts.is_block(config) else eagle3_files
     return kind.read_config(path, TARGET)[1]
 
 
@@ -194,11 +194,11 @@ OF_HEADS = ("markov_head_type", "confidence_head_with_markov")
 LEFT_OUT = {
     "z-lab": OF_HEADS,
     "deepspec dflash": OF_HEADS,
-    "midlayer": (*eagle3_dialects._FLAGS, "load_lm_head_from_target"),
-    "midlayer that shares": eagle3_dialects._FLAGS,
+    "midlayer": (*eagle3_files._FLAGS, "load_lm_head_from_target"),
+    "midlayer that shares": eagle3_files._FLAGS,
     "midlayer 3.1": ("norm_before_fc", "norm_before_residual"),
     "deepspec eagle3":
-        (*eagle3_dialects._FLAGS, "target_hidden_size", "draft_vocab_size"),
+        (*eagle3_files._FLAGS, "target_hidden_size", "draft_vocab_size"),
 }  # fmt: skip
 """Keys that it does not write."""
 

@@ -19,7 +19,6 @@ from spec_jax import testing
 from spec_jax.model import (
     block_dialects,
     checkpoint_files as files,
-    eagle3_dialects,
     eagle3_files,
     head_files,
     params as params_lib,
@@ -107,7 +106,7 @@ def test_a_published_parallel_head_of_8b(tmp_path):
     )
     path = tmp_path / "config.json"
     path.write_text(json.dumps(raw))
-    dialect, config = eagle3_dialects.read_config(path, target)
+    dialect, config = eagle3_files.read_config(path, target)
     assert (dialect, config.taps) == ("midlayer", (2, 18, 33))
     names = eagle3_files.FAMILY.tensors(config, dialect, embed=True, lm_head=True)
     shapes = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
@@ -125,9 +124,9 @@ def test_a_published_parallel_head_of_8b(tmp_path):
     assert {name: shapes[name] for name in expected} == expected
     assert len(shapes) == 5 + 4 * 9 + 1  # fc, mask, norm, head, embedding; hidden_norm
     origin = dataclasses.replace(layouts.ORIGIN, target=target)
-    raw = eagle3_dialects.to_dict(config, "speculators", origin)
+    raw = eagle3_files.to_dict(config, "speculators", origin)
     path.write_text(json.dumps(raw))
-    assert eagle3_dialects.read_config(path, target) == ("speculators", config)
+    assert eagle3_files.read_config(path, target) == ("speculators", config)
 
 
 def test_an_embedding_of_its_own_is_kept(tmp_path):

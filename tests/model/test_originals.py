@@ -20,7 +20,7 @@ from model.head_layouts import TARGET
 from spec_jax.model import (
     block_draft,
     block_heads,
-    eagle3_parallel,
+    eagle3,
     families,
     save as save_lib,
 )
@@ -374,7 +374,7 @@ def test_speculators_parallel_head(tmp_path, case, monkeypatch):
     )  # fmt: skip
     theirs = known["logits"][0]
     for late in (0, 1):
-        pairs, masks = eagle3_parallel.forward_sequence(
+        pairs, masks = eagle3.forward_parallel(
             params, config, jnp.asarray(TOKENS[:, 1:]), jnp.asarray(features[:, :-1]),
             jnp.asarray([[3 + late, 5 + late]]), num_masks=2,
         )  # fmt: skip

@@ -97,16 +97,6 @@ def compile_forward(**hook):
 _forward = compile_forward()
 
 
-@functools.partial(jax.jit, static_argnames=("config", "slab", "impl"))
-def _prefill_rows(params, config, kv, *, impl, **how):
-    """Runs `decoder.prefill_rows` by `decoder.forward_rows`."""
-
-    def forward(params, rows, kv, **how):
-        return decoder.forward_rows(params, config, rows, kv, impl=impl, **how)
-
-    return decoder.prefill_rows(params, config, kv, forward=forward, **how)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
     """A random model and the implementation that runs it."""
@@ -118,6 +108,10 @@ class Model:
     @property
     def slab(self) -> int:
         return dispatch.slab_rows(self.impl) or SLAB
+
+    @property
+    def rows(self) -> row_model.RowModel:
+        return row_model.RowModel(config=self.config, impl=self.impl, slab=self.slab)
 
     def run(self, kv, rows, *, slab=None, branch=None, forward=_forward):
         """Runs `rows`, each `(token, slot, position)`; padding rows are poisoned."""
@@ -138,14 +132,9 @@ class Model:
         return kv, jax.tree.map(lambda x: np.asarray(x[: len(rows)]), outputs)
 
     def fill(self, kv, *, slot=0, length=PREFIX):
-        """Writes the first `length` tokens of a slot's prefix, by rows."""
-        known = jnp.asarray(text(slot)[:PREFIX])  # one shape for every length
-        kv, _ = _prefill_rows(
-            self.params, self.config, allocator.reserve(kv, slot, length), tokens=known,
-            length=jnp.int32(length), slot=jnp.int32(slot), slab=self.slab,
-            impl=self.impl,
-        )  # fmt: skip
-        return kv
+        """Writes the first tokens of a slot's prefix, by rows. Donates `kv`."""
+        tokens, how = text(slot)[:length].tolist(), {"slot": slot, "by_rows": True}
+        return self.rows.prefill(self.params, kv, tokens, **how)[0]
 
     def two_slots(self):
         """Makes a cache of two slots, with the prefix of each written."""
@@ -281,11 +270,11 @@ def test_the_prefill_of_a_row_model(dtype, impl, weights, most):
     """Fails if the taller slab of a native prefill gives other bits than decoding. With
     XLA the default is the batched prefill, whose bits differ."""
     model = make_model(dtype, impl, weights=weights)
-    rows = row_model.RowModel(config=model.config, impl=model.impl, slab=SLAB)
     tokens = text()[:64].tolist()  # 64 fill a bucket: padding would be `NAN_TOKEN`.
 
     def prefill(**how):
-        kv = rows.prefill(model.params, make_cache(model.config), tokens, **how)[0]
+        kv = make_cache(model.config)
+        kv, _ = model.rows.prefill(model.params, kv, tokens, **how)
         return written(kv, 0, 64)
 
     decoded = make_cache(model.config)

@@ -163,7 +163,7 @@ BLOCKS = (
            "ring.first, size",
            _ORACLE + "[peagle-xla]"),
     Mutant("in training a mask sees the pair after its anchor",
-           "model.eagle3_parallel:forward_sequence", "<= last[..., None, None]",
+           "model.eagle3:forward_parallel", "<= last[..., None, None]",
            "<= last[..., None, None] + 1",
            "drafters/test_head_training.py::"
            "test_training_computes_what_is_drafted[peagle]"),

@@ -32,12 +32,10 @@ def _compiled(impl):
     return jax.jit(attend, static_argnames=static)
 
 
-def _by_xla(
-    *, heads, q_norm, k_norm, k_pages, v_pages, page_table, cos, sin, branch, **how
-):
-    names = "slots", "positions", "num_active"
-    at = {name: how.pop(name) for name in names}
-    rows = decoder.Rows(tokens=at["slots"], branch=branch, **at)
+def _by_xla(*, heads, q_norm, k_norm, k_pages, v_pages, page_table, cos, sin, **how):
+    names = {"slots", "positions", "num_active", "branch", "firsts"}
+    at = {name: how.pop(name) for name in names & set(how)}
+    rows = decoder.Rows(tokens=at["slots"], **at)
     given = heads, q_norm, k_norm, (k_pages, v_pages, page_table), rows, (cos, sin)
     return row_attention.row_attention(*given, impl="xla", **how)
 
