@@ -14,7 +14,6 @@
 
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "byte_lanes.h"

@@ -127,7 +127,8 @@ void write_sums(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T
   over_panels(workers, input, w, w.count(), body);
 }
 
-// y [rows, N] = residual + round(norm(x) w^T), as `write_sums` has it.
+// y [rows, N] = residual + round(norm(x) w^T), as `write_sums` has it. (T is deduced from
+// the weights, so that a residual may be `nullptr`.)
 template <typename Pool, typename T, typename Out>
 void project(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& w, Out* y,
              const std::common_type_t<T>* residual = nullptr, int64_t stride = 0) {
