@@ -19,7 +19,7 @@
 
 namespace spec_jax {
 
-// As `tile` in `gemm.h`.
+// As `multiply_tile` in `gemm.h`.
 template <int P, bool kAsks>
 void multiply_tiles(const RowGroup<bf16>& x, const bf16* w, int64_t words, float* sums,
                     int64_t stride, int64_t skipped);

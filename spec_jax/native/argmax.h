@@ -54,9 +54,8 @@ inline float block_maximum(const float* x) {
     most[0] = maximum(most[0], most[j]);
     spoilt[0] = add(spoilt[0], spoilt[j]);
   }
-  float lane[kLanes];
-  store(lane, most[0]);
-  return *std::max_element(lane, lane + kLanes) + sum(spoilt[0]);
+  // (Where a lane is NaN, so is the sum.)
+  return largest_lane(most[0]) + sum(spoilt[0]);
 }
 
 // Finds the largest of x [begin, end), block by block. The index of a number is

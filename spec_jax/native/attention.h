@@ -19,45 +19,19 @@
 #include <type_traits>
 
 #include "gemm.h"
+#include "pages.h"
 #include "panels.h"
 #include "side_by_side.h"
 #include "simd.h"
 
 namespace spec_jax {
 
-constexpr int kKeyBlock = 32;
 constexpr int64_t kRange = 1024;  // keys, whole blocks of them
 constexpr int kMaxHead = 256;  // elements of a head, at most; callers check it
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 constexpr float kPlaces[kKeyBlock] = {0,  1,  2,  3,  4,  5,  6,  7,  8,  9,  10,
                                       11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21,
                                       22, 23, 24, 25, 26, 27, 28, 29, 30, 31};
-
-// Where the positions of a slot lie.
-struct Pages {
-  const int32_t* table;  // [M]
-  int64_t page_size;     // C
-  int64_t row_stride;    // K * H
-
-  int64_t at(int64_t position) const {
-    int64_t page = table[position / page_size];
-    return (page * page_size + position % page_size) * row_stride;
-  }
-
-  // Sets the offsets of a block's positions from `start`, without a division for each.
-  // Offsets from `last` on repeat that of `last - 1`: such keys may be read, not used.
-  void block(int64_t start, int64_t last, int64_t (&offsets)[kKeyBlock]) const {
-    int64_t count = std::min<int64_t>(last - start, kKeyBlock), left = 0, next = 0;
-    for (int64_t t = 0; t < count; ++t, --left, next += row_stride) {
-      if (left == 0) {
-        next = at(start + t);
-        left = page_size - (start + t) % page_size;
-      }
-      offsets[t] = next;
-    }
-    std::fill(offsets + count, offsets + kKeyBlock, offsets[count - 1]);
-  }
-};
 
 // Running softmaxes. Each has its largest score `m`, the sum of exp(score - m), and the
 // sum of exp(score - m) * value.
@@ -298,13 +272,6 @@ void weigh_block(Queries<T>& queries, int64_t start, float scale) {
   }
 }
 
-// Loads the elements of kLanes words as vectors: of bf16 the even, and the odd ones.
-inline void load_words(const float* p, Vec* out) { out[0] = load(p); }
-inline void load_words(const bf16* p, Vec* out) {
-  out[0] = load_even(p);
-  out[1] = load_odd(p);
-}
-
 // Adds p[r][t] * value[t][j] to sums[r][j], for t in [t0, t1) in order: R queries from
 // `i`, W vectors of words from element `h`. The sums are first rescaled if `begins`.
 template <int R, int W, typename T>
@@ -335,7 +302,9 @@ inline void add_values(Queries<T>& queries, int64_t i, int64_t h, const Block<T>
       from = end;
     }
 #pragma GCC unroll 16
-    for (int j = 0; j < W; ++j) load_words(from + j * kStep, value + j * kWord<T>);
+    for (int j = 0; j < V; ++j) {
+      value[j] = load_part(from + j / kWord<T> * kStep, j % kWord<T>);
+    }
     if (i == 0) {
       for (int64_t at = 0; at < W * kStep; at += kLine) v.fetch(t, h + at);
     }
@@ -355,11 +324,15 @@ inline void add_values(Queries<T>& queries, int64_t i, int64_t h, const Block<T>
   }
 }
 
-// Adds the values of a block to R queries from `i`, which see the keys [hidden[r],
-// seen[r]). Keys that all queries see are added to all at once, the rest to each.
+// Adds the values of the block from position `start` to R queries from `i`. Keys that all
+// queries see are added to all at once, the rest to each.
 template <int R, typename T>
-void add_block(Queries<T>& queries, int64_t i, const int64_t* hidden, const int64_t* seen,
-               const Block<T>& v) {
+void add_block(Queries<T>& queries, int64_t i, int64_t start, const Block<T>& v) {
+  int64_t hidden[R], seen[R];
+  for (int r = 0; r < R; ++r) {
+    hidden[r] = queries.hidden(i + r, start);
+    seen[r] = queries.seen(i + r, start);
+  }
   constexpr int W = (kLanes == 16 || R <= 2 ? 4 : 2) / kWord<T>;
   constexpr int64_t kStep = kLanes * kWord<T>;
   int64_t all = *std::min_element(seen, seen + R);
@@ -393,24 +366,11 @@ void attend_block(Queries<T>& queries, KeyPanels<T>& panels, const Block<T>& k,
   turn_keys(k, queries.H, panels.data());
   score_block(queries, panels.data());
   weigh_block(queries, start, scale);
-  auto run = [&](auto size, int64_t i) {
-    constexpr int R = decltype(size)::value;
-    int64_t hidden[R], seen[R];
-    for (int r = 0; r < R; ++r) {
-      hidden[r] = queries.hidden(i + r, start);
-      seen[r] = queries.seen(i + r, start);
-    }
-    add_block<R>(queries, i, hidden, seen, v);
-  };
   // The registers hold the sums of five queries by four vectors of a value, or by two.
   for (int64_t i = 0; i < queries.count; i += 5) {
-    switch (std::min<int64_t>(queries.count - i, 5)) {
-      case 1: run(std::integral_constant<int, 1>(), i); break;
-      case 2: run(std::integral_constant<int, 2>(), i); break;
-      case 3: run(std::integral_constant<int, 3>(), i); break;
-      case 4: run(std::integral_constant<int, 4>(), i); break;
-      case 5: run(std::integral_constant<int, 5>(), i); break;
-    }
+    with_constant<5>(std::min<int64_t>(queries.count - i, 5), [&](auto size) {
+      add_block<decltype(size)::value>(queries, i, start, v);
+    });
   }
 }
 

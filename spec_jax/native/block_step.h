@@ -30,13 +30,11 @@ void append_context(Team<Pool>& team, const Step<T>& step, const T* features,
   Scratch<T> fused(live * fc.N), made(live * size);
   Workers<Pool, T> workers(team, live, std::max(fc.K, fc.N));
   Attention<Pool, T> attention(team, step.rows, step.K, 0, step.H);
-  const T* none = nullptr;
-  T* nowhere = nullptr;
-  project(workers, Input<T>{features, none, step.eps, live}, fc, none, fused.data());
+  project(workers, Input<T>{features, nullptr, step.eps, live}, fc, fused.data());
   Input<T> context{fused.data(), hidden_norm, step.eps, live};
   for (const auto& layer : step.layers) {
-    project(workers, context, layer.kv, none, made.data());
-    attention.write_all(step.attention(layer, made.data(), 0, nowhere));
+    project(workers, context, layer.kv, made.data());
+    attention.write_all(step.attention(layer, made.data(), 0, nullptr));
   }
 }
 
@@ -71,9 +69,8 @@ void run_blocks(Team<Pool>& team, Step<T> step, int64_t size, T* hidden) {
   for (int64_t at = 0; at < live * D; at += D) {
     norm_row(left.data() + at, step.final_norm, D, step.eps, hidden + at);
   }
-  const T* none = nullptr;
-  Input<T> normed{hidden, none, step.eps, live};
-  project(layers.workers, normed, step.head, none, step.logits);
+  Input<T> normed{hidden, nullptr, step.eps, live};
+  project(layers.workers, normed, step.head, step.logits);
 }
 
 // The slots of S blocks, in each of which a token is chosen after the one before it.
@@ -164,8 +161,7 @@ struct Mixer {
       gather(state.data() + slot * r, before + j * r, mix.hidden + at * mix.D,
              read.data() + j * mix.w.K);
     }
-    const T* none = nullptr;
-    project(workers, Input<T>{read.data(), none, 0.0f, live}, mix.w, none, made.data());
+    project(workers, Input<T>{read.data(), nullptr, 0.0f, live}, mix.w, made.data());
     for (int64_t j = 0; j < live; ++j) {
       gate(made.data() + j * mix.w.N, state.data() + rows[j].slot * r, before + j * r);
     }
@@ -199,9 +195,8 @@ void run_slots(Team<Pool>& team, const Table<T>& embed, const Panels<T>& out,
     if (mix.w) mixer.run(workers, asked, chains.most, before.data());
     if (i < 0) continue;
     if (out) {
-      const T* none = nullptr;
-      Input<T> input{before.data(), none, 0.0f, live};
-      project(workers, input, out, none, scores.data());
+      Input<T> input{before.data(), nullptr, 0.0f, live};
+      project(workers, input, out, scores.data());
     }
     for (int64_t j = 0; j < live; ++j) {
       const float* own = chains.logits + (asked[j].slot * chains.most + i) * N;

@@ -13,6 +13,7 @@
 #include "row_attention.h"
 #include "simd.h"
 #include "take_rows.h"
+#include "team.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -86,8 +87,9 @@ const T* data_or_null(const Any& buffer) {
   return buffer.element_count() > 0 ? data<T>(buffer) : nullptr;
 }
 
-inline float* data_or_null(ffi::Result<Floats>& buffer) {
-  return buffer->element_count() > 0 ? buffer->typed_data() : nullptr;
+template <ffi::DataType kType>
+auto* data_or_null(const ffi::Buffer<kType>& buffer) {
+  return buffer.element_count() > 0 ? buffer.typed_data() : nullptr;
 }
 
 template <typename T>
@@ -101,15 +103,29 @@ inline int64_t live_rows(const Scalar& num_active, int64_t rows) {
 
 // Calls `f(T{})` with the type T of the model's arrays; `f` may run out of memory.
 template <typename F>
-ffi::Error by_dtype(ffi::DataType dtype, F f) {
+ffi::Error by_dtype(ffi::DataType dtype, const F& f) {
   try {
-    if (dtype == ffi::DataType::BF16) return f(bf16{});
-    if (dtype == ffi::DataType::F32) return f(float{});
+    if (dtype == ffi::DataType::BF16) {
+      f(bf16{});
+    } else if (dtype == ffi::DataType::F32) {
+      f(float{});
+    } else {
+      return ffi::Error::InvalidArgument("the kernels take float32 and bfloat16");
+    }
   } catch (const std::bad_alloc&) {
     return ffi::Error(ffi::ErrorCode::kResourceExhausted,
                       "no memory for the rows of a native kernel");
   }
-  return ffi::Error::InvalidArgument("the kernels take float32 and bfloat16");
+  return ffi::Error::Success();
+}
+
+// Calls `f(team, T{})` likewise, with a team of the pool's threads.
+template <typename F>
+ffi::Error with_team(ffi::ThreadPool& pool, ffi::DataType dtype, const F& f) {
+  return by_dtype(dtype, [&](auto tag) {
+    Team<ffi::ThreadPool> team(pool);
+    f(team, tag);
+  });
 }
 
 // Returns the panels [N, K] in a buffer; panels without data if the buffer is empty.
@@ -127,12 +143,18 @@ Table<T> table_of(const Any& buffer, int64_t N, int64_t K) {
   return {is_panels ? nullptr : data<T>(buffer), panels<T>(buffer, N, K)};
 }
 
-// Adds the branches [R, width] of rows of trees, unless the buffer is empty.
-inline Rows with_branch(Rows rows, const Ints& branch) {
-  if (branch.element_count() == 0) return rows;
-  rows.branch = branch.typed_data();
-  rows.width = branch.dimensions()[1];
-  return rows;
+// Returns the table [S, M] of the pages of a pool [P, C, ..].
+inline PageTable page_table(const Ints& table, const Any& pool) {
+  return {table.typed_data(), table.dimensions()[0], table.dimensions()[1],
+          pool.dimensions()[0], pool.dimensions()[1]};
+}
+
+// Returns rows; `branch` [R, width] is empty unless they are of trees.
+inline Rows rows_of(const PageTable& table, const Ints& slots, const Ints& positions,
+                    const Scalar& num_active, const Ints& branch) {
+  return {table, slots.typed_data(), positions.typed_data(),
+          live_rows(num_active, slots.element_count()), data_or_null(branch),
+          branch.dimensions()[1]};
 }
 
 inline ffi::Error check_head_size(int64_t H) {

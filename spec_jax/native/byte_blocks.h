@@ -14,7 +14,6 @@
 
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "byte_lanes.h"
@@ -35,21 +34,16 @@ constexpr int byte_panels_beside(int R) { return R == 1 ? 2 : 1; }
 
 // Multiplies R rows by the P panels at `w`, into sums [R, stride], as in `gemm.h`.
 template <bool kIsFour, int R, int P>
-void byte_tile(const uint8_t* rows, const uint8_t* w, int64_t pairs, float* sums, int64_t stride,
-               int64_t skipped) {
+[[gnu::noinline]] void byte_tile(const uint8_t* rows, const uint8_t* w, int64_t pairs,
+                                 float* sums, int64_t stride, int64_t skipped) {
   constexpr int V = P * kVectors;
   constexpr int64_t kPair = kPairBytes<kIsFour>, kLines = kBlockLines<kIsFour>;
   const uint8_t* panel[P];
-  Vec acc[R][V];
 #pragma GCC unroll 16
   for (int j = 0; j < P; ++j) panel[j] = w + j * pairs * kPair;
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int j = 0; j < V; ++j) acc[r][j] = zero();
-  }
-  int64_t begin = 0, ahead = kAheadBytes;
-  for (int64_t end : {std::max<int64_t>(pairs - kAheadBytes / kPair, 0), pairs}) {
+  tile<R, P>(pairs, kPair, sums, stride, skipped,
+             [&](int64_t begin, int64_t end, int64_t ahead,
+                 auto& acc) __attribute__((always_inline)) {
     for (int64_t b = 2 * begin; b < 2 * end; ++b) {
       RowBlock x(rows, R, b);
       IntVec block[R][V];
@@ -73,7 +67,7 @@ void byte_tile(const uint8_t* rows, const uint8_t* w, int64_t pairs, float* sums
         }
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-          int32_t four = four_bytes(x.bytes + r * kBlock + 4 * word);
+          int32_t four = load_as<int32_t>(x.bytes + r * kBlock + 4 * word);
 #pragma GCC unroll 16
           for (int j = 0; j < V; ++j) {
             block[r][j] = add_products(weights[j], four, block[r][j]);
@@ -101,51 +95,22 @@ void byte_tile(const uint8_t* rows, const uint8_t* w, int64_t pairs, float* sums
         }
       }
     }
-    begin = end;
-    ahead += (P - 1) * pairs * kPair + skipped;
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 16
-    for (int j = 0; j < V; ++j) store(sums + r * stride + j * kLanes, acc[r][j]);
-  }
-}
-
-// Multiplies R rows by `count` panels at `w`.
-template <bool kIsFour, int R>
-void multiply_byte_rows(const uint8_t* rows, const uint8_t* w, int64_t count, int64_t pairs,
-                        float* sums, int64_t stride, int64_t skipped) {
-  constexpr int P = byte_panels_beside(R);
-  for (; count >= P; count -= P, w += P * pairs * kPairBytes<kIsFour>, sums += P * kPanel) {
-    byte_tile<kIsFour, R, P>(rows, w, pairs, sums, stride, count == P ? skipped : 0);
-  }
-  if constexpr (P > 2) {
-    if (count >= 2) {
-      byte_tile<kIsFour, R, 2>(rows, w, pairs, sums, stride, count == 2 ? skipped : 0);
-      count -= 2, w += 2 * pairs * kPairBytes<kIsFour>, sums += 2 * kPanel;
-    }
-  }
-  if constexpr (P > 1) {
-    if (count == 1) byte_tile<kIsFour, R, 1>(rows, w, pairs, sums, stride, skipped);
-  }
+  });
 }
 
 // Multiplies `size` rows by `count` panels of blocks, as `multiply` in `gemm.h` does.
 template <bool kIsFour>
 void multiply_bytes(const uint8_t* rows, int64_t size, const uint8_t* w, int64_t count,
                     int64_t pairs, float* sums, int64_t stride, int64_t skipped) {
-  switch (size) {
-    case 1: return multiply_byte_rows<kIsFour, 1>(rows, w, count, pairs, sums, stride, skipped);
-    case 2: return multiply_byte_rows<kIsFour, 2>(rows, w, count, pairs, sums, stride, skipped);
-    case 3: return multiply_byte_rows<kIsFour, 3>(rows, w, count, pairs, sums, stride, skipped);
-    case 4: return multiply_byte_rows<kIsFour, 4>(rows, w, count, pairs, sums, stride, skipped);
-    case 5: return multiply_byte_rows<kIsFour, 5>(rows, w, count, pairs, sums, stride, skipped);
-#if defined(SPEC_JAX_AVX512)
-    case 6: return multiply_byte_rows<kIsFour, 6>(rows, w, count, pairs, sums, stride, skipped);
-    case 7: return multiply_byte_rows<kIsFour, 7>(rows, w, count, pairs, sums, stride, skipped);
-    case 8: return multiply_byte_rows<kIsFour, 8>(rows, w, count, pairs, sums, stride, skipped);
-#endif
-  }
+  with_constant<kGroup>(size, [&](auto group) {
+    constexpr int R = decltype(group)::value;
+    constexpr int P = byte_panels_beside(R);
+    by_panels<P, true>(count, [&](auto panels, int64_t at, bool is_last) {
+      const uint8_t* from = w + at * pairs * kPairBytes<kIsFour>;
+      byte_tile<kIsFour, R, decltype(panels)::value>(
+          rows, from, pairs, sums + at * kPanel, stride, is_last ? skipped : 0);
+    });
+  });
 }
 
 }  // namespace spec_jax

@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #include "byte_lanes.h"
-#include "lanes.h"
 #include "panels.h"
 #include "simd.h"
 

@@ -61,6 +61,19 @@ def check_shapes(**pairs: tuple[Weight | None, tuple[int, ...]]) -> None:
             raise ValueError(f"{name} has shape {array.shape}, not {shape}")
 
 
+def check_heads(
+    sizes: tuple[int, int, int], q_norm: jax.Array | None, k_norm: jax.Array | None
+) -> None:
+    """Raises unless attention takes `N` and `K` heads of size `H`, and these norms."""
+    N, K, H = sizes
+    if H % 2 or H > MAX_HEAD:
+        raise NotImplementedError(f"head size {H} is odd, or above {MAX_HEAD}")
+    if N < 1 or N % K:
+        raise ValueError(f"{N} query heads for {K} key/value heads")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("norms of queries and of keys: both, or neither")
+
+
 def or_empty(
     name: str, array: jax.Array | None, shape: tuple[int, ...], dtype
 ) -> jax.Array:
@@ -197,12 +210,7 @@ def attend(
     """
     R, K, H = heads.shape[0], *k_pages.shape[2:]
     N = heads.shape[1] // H - 2 * K
-    if H % 2 or H > MAX_HEAD:
-        raise NotImplementedError(f"head size {H} is odd, or above {MAX_HEAD}")
-    if N < 1 or N % K:
-        raise ValueError(f"{N} query heads for {K} key/value heads")
-    if (q_norm is None) != (k_norm is None):
-        raise ValueError("norms of queries and of keys: both, or neither")
+    check_heads((N, K, H), q_norm, k_norm)
     q_norm = or_empty("q_norm", q_norm, (H,), heads.dtype)
     k_norm = or_empty("k_norm", k_norm, (H,), heads.dtype)
     check_dtypes(heads, q_norm, k_norm, k_pages, v_pages)

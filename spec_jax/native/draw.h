@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstring>
 #include <limits>
 #include <new>
 #include <vector>
@@ -102,8 +101,7 @@ struct Weighed {
   // Finds the fewest first tokens that weigh `wanted`; all tokens if all weigh less.
   Kept first(float wanted) const {
     Kept kept{nearest(wanted)};
-    uint32_t bits;
-    std::memcpy(&bits, &kept.distance, sizeof bits);
+    uint32_t bits = load_as<uint32_t>(&kept.distance);
     float found = bits == 0 ? 0.0f : mass(of_bits(bits - 1));
     for (size_t n = 0; n < distance.size(); ++n) {
       if (distance[n] != kept.distance) continue;
@@ -115,11 +113,7 @@ struct Weighed {
     return kept;
   }
 
-  static float of_bits(uint32_t bits) {
-    float out;
-    std::memcpy(&out, &bits, sizeof out);
-    return out;
-  }
+  static float of_bits(uint32_t bits) { return load_as<float>(&bits); }
 };
 
 // A row that is drawn from: x [N] logits, of which `most` is the highest.

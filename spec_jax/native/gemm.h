@@ -57,56 +57,34 @@ inline void step(const bf16* x, const bf16* const (&w)[P], int64_t at,
 }
 #endif
 
-template <int R, int V>
-inline void add_products(const float* x, int64_t stride, const Vec (&w)[V],
-                         Vec (&acc)[R][V]) {
+template <int R, int P, int V, typename W>
+inline void step(const float* x, const W* const (&w)[P], int64_t at, Vec (&acc)[R][V]) {
+#pragma GCC unroll 2
+  for (int part = 0; part < kWord<W>; ++part) {
+    Vec weights[V];
 #pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    Vec row = broadcast(x[r * stride]);
+    for (int j = 0; j < V; ++j) {
+      const W* from = w[j / kVectors] + at + j % kVectors * kWord<W> * kLanes;
+      weights[j] = load_part(from, part);
+    }
 #pragma GCC unroll 16
-    for (int j = 0; j < V; ++j) acc[r][j] = fma(w[j], row, acc[r][j]);
+    for (int r = 0; r < R; ++r) {
+      Vec row = broadcast(x[r * kWord<W> + part]);
+#pragma GCC unroll 16
+      for (int j = 0; j < V; ++j) acc[r][j] = fma(weights[j], row, acc[r][j]);
+    }
   }
 }
 
-template <int R, int P, int V>
-inline void step(const float* x, const float* const (&w)[P], int64_t at,
-                 Vec (&acc)[R][V]) {
-  Vec weights[V];
-#pragma GCC unroll 16
-  for (int j = 0; j < V; ++j) {
-    weights[j] = load(w[j / kVectors] + at + j % kVectors * kLanes);
-  }
-  add_products<R, V>(x, 1, weights, acc);
-}
-
-template <int R, int P, int V>
-inline void step(const float* x, const bf16* const (&w)[P], int64_t at,
-                 Vec (&acc)[R][V]) {
-  Vec weights[V];
-#pragma GCC unroll 16
-  for (int j = 0; j < V; ++j) {
-    weights[j] = load_even(w[j / kVectors] + at + j % kVectors * 2 * kLanes);
-  }
-  add_products<R, V>(x, 2, weights, acc);
-#pragma GCC unroll 16
-  for (int j = 0; j < V; ++j) {
-    weights[j] = load_odd(w[j / kVectors] + at + j % kVectors * 2 * kLanes);
-  }
-  add_products<R, V>(x + 1, 2, weights, acc);
-}
-
-// R rows by the P panels at `w` over `words` words of k, into sums [R, stride]. `skipped`
-// is the number of bytes between these panels and the next ones, which are prefetched
-// if `kAsks`.
-template <int R, int P, bool kAsks, typename X, typename W>
-void tile(const X* x, const W* w, int64_t words, float* sums, int64_t stride,
-          int64_t skipped) {
+// The sums of R rows by P panels, into sums [R, stride]. `add(begin, end, ahead, acc)` adds
+// the products of some of the `steps` along k, for each of which a panel has `step_bytes`,
+// and asks for weights so many bytes ahead; `skipped` is the number of bytes between these
+// panels and the next ones.
+template <int R, int P, typename Add>
+[[gnu::always_inline]] inline void tile(int64_t steps, int64_t step_bytes, float* sums,
+                                        int64_t stride, int64_t skipped, const Add& add) {
   constexpr int V = P * kVectors;
-  constexpr int64_t kWide = kPanel * kWord<W>;
-  const W* panel[P];
   Vec acc[R][V];
-#pragma GCC unroll 16
-  for (int j = 0; j < P; ++j) panel[j] = w + j * words * kWide;
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 16
@@ -114,18 +92,11 @@ void tile(const X* x, const W* w, int64_t words, float* sums, int64_t stride,
   }
   // Past the end of a panel, what has its place in the next tile is asked for: the panels
   // between are those of this one.
-  constexpr int64_t kWideBytes = kWide * int64_t{sizeof(W)};
   int64_t begin = 0, ahead = kAheadBytes;
-  for (int64_t end : {std::max<int64_t>(words - kAheadBytes / kWideBytes, 0), words}) {
-    for (int64_t k = begin; k < end; ++k) {
-#pragma GCC unroll 16
-      for (int j = 0; j < P; ++j) {
-        if (kAsks) prefetch(panel[j] + k * kWide, ahead);
-      }
-      step(x + k * R * kWord<W>, panel, k * kWide, acc);
-    }
+  for (int64_t end : {std::max<int64_t>(steps - kAheadBytes / step_bytes, 0), steps}) {
+    add(begin, end, ahead, acc);
     begin = end;
-    ahead += (P - 1) * words * kWideBytes + skipped;
+    ahead += (P - 1) * steps * step_bytes + skipped;
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
@@ -134,29 +105,45 @@ void tile(const X* x, const W* w, int64_t words, float* sums, int64_t stride,
   }
 }
 
-// R rows by `count` panels at `w`.
-template <int R, bool kAsks, typename T>
-void multiply_rows(const RowGroup<T>& x, const T* w, int64_t count, int64_t words,
-                   float* sums, int64_t stride, int64_t skipped) {
-  constexpr int P = panels_beside(R);
-  int64_t size = words * kPanel * kWord<T>;
-  auto multiply = [&](auto panels, int64_t skipped) {
-    if constexpr (R == 0) {
-      multiply_tiles<panels(), kAsks>(x, w, words, sums, stride, skipped);
-    } else {
-      tile<R, panels(), kAsks>(x.at(0), w, words, sums, stride, skipped);
+// R rows by the P panels at `w` over `words` words of k; asks for weights if `kAsks`.
+template <int R, int P, bool kAsks, typename X, typename W>
+[[gnu::noinline]] void multiply_tile(const X* x, const W* w, int64_t words, float* sums,
+                                     int64_t stride, int64_t skipped) {
+  constexpr int64_t kWide = kPanel * kWord<W>;
+  const W* panel[P];
+#pragma GCC unroll 16
+  for (int j = 0; j < P; ++j) panel[j] = w + j * words * kWide;
+  constexpr int64_t kWideBytes = kWide * int64_t{sizeof(W)};
+  tile<R, P>(words, kWideBytes, sums, stride, skipped,
+             [&](int64_t begin, int64_t end, int64_t ahead,
+                 auto& acc) __attribute__((always_inline)) {
+    for (int64_t k = begin; k < end; ++k) {
+#pragma GCC unroll 16
+      for (int j = 0; j < P; ++j) {
+        if (kAsks) prefetch(panel[j] + k * kWide, ahead);
+      }
+      step(x + k * R * kWord<W>, panel, k * kWide, acc);
     }
-  };
-  for (; count >= P; count -= P, w += P * size, sums += P * kPanel) {
-    multiply(std::integral_constant<int, P>{}, count == P ? skipped : 0);
+  });
+}
+
+// Calls `body` with the constant `size`, one of kLeast to kMost.
+template <int kMost, int kLeast = 1, typename Body>
+inline void with_constant(int64_t size, const Body& body) {
+  if constexpr (kLeast < kMost) {
+    if (size > kLeast) return with_constant<kMost, kLeast + 1>(size, body);
   }
-  if constexpr (P > 3) {
-    if (count == 3) multiply(std::integral_constant<int, 3>{}, skipped);
+  body(std::integral_constant<int, kLeast>{});
+}
+
+// Calls `body(P, at, is_last)` for panels from `at` on, up to `count`: with constants P, and
+// with less of them, or half as many, where fewer panels are left.
+template <int P, bool kHalves = false, typename Body>
+inline void by_panels(int64_t count, const Body& body, int64_t at = 0) {
+  for (; at + P <= count; at += P) {
+    body(std::integral_constant<int, P>{}, at, at + P == count);
   }
-  if constexpr (P > 2) {
-    if (count == 2) multiply(std::integral_constant<int, 2>{}, skipped);
-  }
-  if (count == 1) multiply(std::integral_constant<int, 1>{}, skipped);
+  if constexpr (P > 1) by_panels<kHalves ? P / 2 : P - 1, kHalves>(count, body, at);
 }
 
 // A group of rows by `count` panels at `w`, into sums [rows, stride]. `next`, unless it is
@@ -171,20 +158,24 @@ void multiply(const RowGroup<T>& x, const T* w, int64_t count, int64_t words, fl
     auto address = [](const T* p) { return reinterpret_cast<intptr_t>(p); };
     skipped = address(next) - address(w + count * words * kPanel * kWord<T>);
   }
+  auto by_rows = [&](auto rows) {
+    constexpr int R = decltype(rows)::value;
+    by_panels<panels_beside(R)>(count, [&](auto panels, int64_t at, bool is_last) {
+      constexpr int P = decltype(panels)::value;
+      const T* from = w + at * words * kPanel * kWord<T>;
+      float* to = sums + at * kPanel;
+      int64_t then = is_last ? skipped : 0;
+      if constexpr (R == 0) {
+        multiply_tiles<P, kAsks>(x, from, words, to, stride, then);
+      } else {
+        multiply_tile<R, P, kAsks>(x.at(0), from, words, to, stride, then);
+      }
+    });
+  };
   if constexpr (kByTiles<T>) {
-    return multiply_rows<0, kAsks>(x, w, count, words, sums, stride, skipped);
-  }
-  switch (x.size) {
-    case 1: return multiply_rows<1, kAsks>(x, w, count, words, sums, stride, skipped);
-    case 2: return multiply_rows<2, kAsks>(x, w, count, words, sums, stride, skipped);
-    case 3: return multiply_rows<3, kAsks>(x, w, count, words, sums, stride, skipped);
-    case 4: return multiply_rows<4, kAsks>(x, w, count, words, sums, stride, skipped);
-    case 5: return multiply_rows<5, kAsks>(x, w, count, words, sums, stride, skipped);
-#if defined(SPEC_JAX_AVX512)
-    case 6: return multiply_rows<6, kAsks>(x, w, count, words, sums, stride, skipped);
-    case 7: return multiply_rows<7, kAsks>(x, w, count, words, sums, stride, skipped);
-    case 8: return multiply_rows<8, kAsks>(x, w, count, words, sums, stride, skipped);
-#endif
+    by_rows(std::integral_constant<int, 0>{});
+  } else {
+    with_constant<kGroup>(x.size, by_rows);
   }
 }
 

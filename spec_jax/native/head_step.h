@@ -43,7 +43,7 @@ Scratch<T> run_pairs(Team<Pool>& team, const Head<T>& head, const T* features) {
     std::copy(pair + D, pair + 2 * D, normed.data() + r * D);
   }
   const T* residual = head.norm_before_residual ? normed.data() : features;
-  layers.run(layer, layers.input(pairs, nullptr), residual, out);
+  layers.run(layer, layers.input(pairs), residual, out);
   return out;
 }
 
@@ -77,11 +77,10 @@ void run_head(Team<Pool>& team, const Head<T>& head, const T* features, T* next)
 //   features: of the pending tokens, [S, width, D].
 //   names: the target's token for each of the head's own, [N], or null: the same.
 template <typename Pool, typename T>
-void run_head_chains(Pool& pool, Head<T> head, const Chains& chains, const T* features,
-                     const int32_t* names) {
+void run_head_chains(Team<Pool>& team, Head<T> head, const Chains& chains,
+                     const T* features, const int32_t* names) {
   int64_t S = chains.num_slots, D = head.size();
   Scratch<T> read, next(S * D);  // of the next pair of each slot
-  Team<Pool> team(pool);
   run_all(team, head.step, chains, names, [&](const ChainRows& rows) {
     read.clear();
     for (size_t r = 0; r < rows.slots.size(); ++r) {

@@ -5,7 +5,6 @@
 // argmax and a draw. Callers check shapes; handlers do not throw.
 
 #include "argmax.h"
-#include "block_calls.h"
 #include "buffers.h"
 #include "children.h"
 #include "look_up.h"
@@ -19,55 +18,58 @@
 namespace spec_jax {
 namespace {
 
+// Calls `run(workers, input, tag)` with the active rows of a product, and those that
+// multiply them; the tag is of the rows' dtype. `norm` may be null.
+template <typename Run>
+ffi::Error with_rows(ffi::ThreadPool& pool, const Any& x, const Any* norm, float eps,
+                     const Scalar& num_active, const Run& run) {
+  int64_t live = live_rows(num_active, x.dimensions()[0]);
+  return with_team(pool, x.element_type(), [&](auto& team, auto tag) {
+    using T = decltype(tag);
+    Workers<ffi::ThreadPool, T> workers(team, live, x.dimensions()[1]);
+    const T* weight = norm == nullptr ? nullptr : data_or_null<T>(*norm);
+    run(workers, Input<T>{data<T>(x), weight, eps, live}, tag);
+  });
+}
+
 ffi::Error Project(ffi::ThreadPool pool, Any x, Any norm, Any w, Any residual,
                    Scalar num_active, Result y, float eps) {
-  int64_t rows = x.dimensions()[0], K = x.dimensions()[1], N = y->dimensions()[1];
-  int64_t live = live_rows(num_active, rows);
-  return by_dtype(x.element_type(), [&](auto tag) {
+  int64_t K = x.dimensions()[1], N = y->dimensions()[1];
+  bool is_wide = y->element_type() == ffi::DataType::F32;
+  if (!is_wide && y->element_type() != x.element_type()) {
+    return ffi::Error::InvalidArgument("the result is neither float32 nor of x's type");
+  }
+  return with_rows(pool, x, &norm, eps, num_active,
+                   [&](auto& workers, const auto& input, auto tag) {
     using T = decltype(tag);
     auto run = [&](auto* out) {
-      Team<ffi::ThreadPool> team(pool);
-      Workers<ffi::ThreadPool, T> workers(team, live, K);
-      Input<T> input{data<T>(x), data_or_null<T>(norm), eps, live};
-      project(workers, input, panels<T>(w, N, K), data_or_null<T>(residual), out);
-      return ffi::Error::Success();
+      project(workers, input, panels<T>(w, N, K), out, data_or_null<T>(residual));
     };
-    if (y->element_type() == ffi::DataType::F32) return run(data<float>(y));
-    if (y->element_type() == x.element_type()) return run(data<T>(y));
-    return ffi::Error::InvalidArgument("the result is neither float32 nor of x's type");
+    is_wide ? run(data<float>(y)) : run(data<T>(y));
   });
 }
 
 ffi::Error ProjectSegments(ffi::ThreadPool pool, Any x, Scalar num_active,
                            ffi::RemainingArgs w, ffi::Result<Floats> y) {
-  int64_t rows = x.dimensions()[0], K = x.dimensions()[1], N = y->dimensions()[1];
-  int64_t count = w.size();
-  return by_dtype(x.element_type(), [&](auto tag) {
+  int64_t K = x.dimensions()[1], N = y->dimensions()[1], count = w.size();
+  return with_rows(pool, x, nullptr, 0.0f, num_active,
+                   [&](auto& workers, const auto& input, auto tag) {
     using T = decltype(tag);
     std::vector<Panels<T>> each;
     for (int64_t i = 0; i < count; ++i) {
       each.push_back(panels<T>(*w.get<Any>(i), N, K / count));
     }
-    int64_t live = live_rows(num_active, rows);
-    Team<ffi::ThreadPool> team(pool);
-    Workers<ffi::ThreadPool, T> workers(team, live, K);
-    Input<T> input{data<T>(x), nullptr, 0.0f, live};
     project_segments(workers, input, each, y->typed_data());
-    return ffi::Error::Success();
   });
 }
 
 ffi::Error Gate(ffi::ThreadPool pool, Any x, Any norm, Any w, Scalar num_active, Result y,
                 float eps) {
-  int64_t rows = x.dimensions()[0], K = x.dimensions()[1], F = y->dimensions()[1];
-  int64_t live = live_rows(num_active, rows);
-  return by_dtype(x.element_type(), [&](auto tag) {
+  int64_t K = x.dimensions()[1], F = y->dimensions()[1];
+  return with_rows(pool, x, &norm, eps, num_active,
+                   [&](auto& workers, const auto& input, auto tag) {
     using T = decltype(tag);
-    Team<ffi::ThreadPool> team(pool);
-    Workers<ffi::ThreadPool, T> workers(team, live, K);
-    Input<T> input{data<T>(x), data_or_null<T>(norm), eps, live};
     gate(workers, input, panels<T>(w, 2 * F, K), data<T>(y));
-    return ffi::Error::Success();
   });
 }
 
@@ -79,52 +81,40 @@ ffi::Error Attend(ffi::ThreadPool pool, Any heads, Any q_norm, Any k_norm, Float
       v_in.untyped_data() != v->untyped_data()) {
     return ffi::Error::Internal("the pages must be updated in place");
   }
-  auto shape = k->dimensions();
-  int64_t K = shape[2], H = shape[3];
+  int64_t K = k->dimensions()[2], H = k->dimensions()[3], N = out->dimensions()[1] / H;
   if (ffi::Error error = check_head_size(H); error.failure()) return error;
-  int64_t num_rows = out->dimensions()[0], N = out->dimensions()[1] / H;
-  Rows rows = with_branch(
-      {table.typed_data(), slots.typed_data(), positions.typed_data(),
-       table.dimensions()[0], table.dimensions()[1], shape[0], shape[1],
-       live_rows(num_active, num_rows)},
-      branch);
-  if (firsts.element_count() > 0) rows.firsts = firsts.typed_data();
-  return by_dtype(heads.element_type(), [&](auto tag) {
+  Rows rows = rows_of(page_table(table, k_in), slots, positions, num_active, branch);
+  rows.firsts = data_or_null(firsts);
+  return with_team(pool, heads.element_type(), [&](auto& team, auto tag) {
     using T = decltype(tag);
     Layer<T> layer{data<T>(heads),   data_or_null<T>(q_norm), data_or_null<T>(k_norm),
                    cos.typed_data(), sin.typed_data(), data<T>(k),
                    data<T>(v),       data<T>(out),     N,
                    K,                H,                scale,
                    eps};
-    Team<ffi::ThreadPool> team(pool);
     Attention<ffi::ThreadPool, T>(team, rows, K, N / K, H).run(layer);
-    return ffi::Error::Success();
   });
 }
 
 ffi::Error Pack(ffi::ThreadPool pool, Any w, Result out) {
   constexpr int64_t kSome = 8;  // panels
   int64_t N = w.dimensions()[0], K = w.dimensions()[1];
-  return by_dtype(w.element_type(), [&](auto tag) {
+  return with_team(pool, w.element_type(), [&](auto& team, auto tag) {
     using T = decltype(tag);
     int64_t size = words_of<T>(K) * kPanel * kWord<T>;
-    Team<ffi::ThreadPool>(pool).run(
-        panels_of(N), kSome, [&](int64_t i, int64_t end, int64_t) {
-          for (; i < end; ++i) pack_panel(data<T>(w), N, K, i, data<T>(out) + i * size);
-        });
-    return ffi::Error::Success();
+    team.run(panels_of(N), kSome, [&](int64_t i, int64_t end, int64_t) {
+      for (; i < end; ++i) pack_panel(data<T>(w), N, K, i, data<T>(out) + i * size);
+    });
   });
 }
 
 // Works in one piece and on this thread: a slab's rows are a few kilobytes.
 ffi::Error TakeRows(Any table, Ints index, Scalar num_active, Result y, int64_t entries) {
-  int64_t rows = index.element_count();
-  int64_t live = live_rows(num_active, rows);
+  int64_t live = live_rows(num_active, index.element_count());
   return by_dtype(y->element_type(), [&](auto tag) {
     using T = decltype(tag);
     Table<T> from = table_of<T>(table, entries, y->dimensions()[1]);
     take_rows(from, index.typed_data(), data<T>(y), live);
-    return ffi::Error::Success();
   });
 }
 
@@ -140,11 +130,9 @@ ffi::Error Move(Ints table, Ints slots, Ints sources, Ints targets,
   }
   Any first = *pools_in.get<Any>(0);
   auto shape = first.dimensions();
-  Moves which{table.typed_data(),    slots.typed_data(),
-              sources.typed_data(),  targets.typed_data(),
-              moves.typed_data(),    static_cast<int64_t>(slots.element_count()),
-              table.dimensions()[0], table.dimensions()[1],
-              shape[0],              shape[1]};
+  Moves which{page_table(table, first), slots.typed_data(), sources.typed_data(),
+              targets.typed_data(), moves.typed_data(),
+              static_cast<int64_t>(slots.element_count())};
   return by_dtype(first.element_type(), [&](auto tag) {
     using T = decltype(tag);
     std::vector<T*> pools;
@@ -152,17 +140,14 @@ ffi::Error Move(Ints table, Ints slots, Ints sources, Ints targets,
       pools.push_back(static_cast<T*>(pools_in.get<Any>(i)->untyped_data()));
     }
     move_rows(which, pools, shape[2] * shape[3]);
-    return ffi::Error::Success();
   });
 }
 
 ffi::Error Argmax(ffi::ThreadPool pool, Floats x, Scalar num_active,
                   ffi::Result<Ints> out) {
   int64_t rows = x.dimensions()[0], N = x.dimensions()[1];
-  return by_dtype(ffi::DataType::F32, [&](auto) {
-    Team<ffi::ThreadPool> team(pool);
+  return with_team(pool, x.element_type(), [&](auto& team, auto) {
     argmax(team, x.typed_data(), out->typed_data(), rows, live_rows(num_active, rows), N);
-    return ffi::Error::Success();
   });
 }
 
@@ -171,11 +156,9 @@ ffi::Error DrawTokens(ffi::ThreadPool pool, Floats logits, ffi::Buffer<ffi::PRED
                       int64_t vocabulary, bool is_independent) {
   int64_t rows = logits.dimensions()[0], N = logits.dimensions()[1];
   DrawCall draws{how, integers, vocabulary, is_independent};
-  return by_dtype(ffi::DataType::F32, [&](auto) {
-    Team<ffi::ThreadPool> team(pool);
+  return with_team(pool, logits.element_type(), [&](auto& team, auto) {
     draw_tokens(team, draws.draws(), logits.typed_data(), asked.typed_data(), rows, N,
                 tokens->typed_data());
-    return ffi::Error::Success();
   });
 }
 
@@ -186,14 +169,11 @@ ffi::Error FindChildren(ffi::ThreadPool pool, Floats logits, Ints counts, Ints n
   auto shape = logits.dimensions();
   DrawCall draws{how, integers, vocabulary, is_independent};
   ChildRows rows{logits.typed_data(), counts.typed_data(), numbers.typed_data(),
-                 names.element_count() > 0 ? names.typed_data() : nullptr,
-                 shape[0], shape[1], shape[2], scores->dimensions()[2], tau,
-                 scores->typed_data(), tokens->typed_data(), draws.draws()};
-  return by_dtype(ffi::DataType::F32, [&](auto) {
-    Team<ffi::ThreadPool> team(pool);
-    best_children(team, rows);
-    return ffi::Error::Success();
-  });
+                 data_or_null(names), shape[0], shape[1], shape[2],
+                 scores->dimensions()[2], tau, scores->typed_data(),
+                 tokens->typed_data(), draws.draws()};
+  return with_team(pool, logits.element_type(),
+                   [&](auto& team, auto) { best_children(team, rows); });
 }
 
 ffi::Error LookUp(Ints tokens, Scalar length, Scalar gamma, Ints corpus, Ints budgets,
@@ -219,7 +199,6 @@ ffi::Error LookUp(Ints tokens, Scalar length, Scalar gamma, Ints corpus, Ints bu
                 most - count, 0.0f);
     *num_drafted->typed_data() = static_cast<int32_t>(count);
     *score->typed_data() = path.score;
-    return ffi::Error::Success();
   });
 }
 

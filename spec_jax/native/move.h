@@ -6,24 +6,22 @@
 #include <cstring>
 #include <vector>
 
+#include "pages.h"
+
 namespace spec_jax {
 
 // The copies to make.
 struct Moves {
-  const int32_t* table;  // [S, M]
+  PageTable table;
   const int32_t* slots;  // [Q]
   const int32_t* sources;  // [Q]
   const int32_t* targets;  // [Q]
   const bool* moves;  // [Q]
-  int64_t count, num_slots, table_width, num_pages, page_size;
+  int64_t count;
 
   // Returns the row of a pool that holds a place of a slot; -1 if it has no page.
   int64_t row(int64_t slot, int64_t place) const {
-    if (slot < 0 || slot >= num_slots || place < 0) return -1;
-    if (place / page_size >= table_width) return -1;
-    int64_t page = table[slot * table_width + place / page_size];
-    if (page < 0 || page >= num_pages) return -1;
-    return page * page_size + place % page_size;
+    return table.holds(slot, place) ? table.of(slot, 1).at(place) : -1;
   }
 };
 

@@ -8,7 +8,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
+
+#include "simd.h"
 
 namespace spec_jax {
 
@@ -48,23 +49,17 @@ inline Key noise_key(uint32_t seed, uint32_t stream, uint32_t position, uint32_t
 inline float uniform(Key key, uint32_t index) {
   Key made = threefry(key, 0, index);
   uint32_t bits = (made.high ^ made.low) >> 9 | 0x3f800000u;
-  float out;
-  std::memcpy(&out, &bits, sizeof out);
-  return out - 1.0f;
+  return load_as<float>(&bits) - 1.0f;
 }
 
 // Returns the logarithm of a normal number, by the polynomial of Cephes `logf`.
 inline float log_of(float x) {
   constexpr uint32_t kRootHalf = 0x3f3504f3u;
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
   // x = m * 2^e, with m from the root of a half to that of two.
-  uint32_t shifted = bits - kRootHalf;
-  int32_t e = static_cast<int32_t>(shifted) >> 23;
-  bits = (shifted & 0x7fffffu) + kRootHalf;
-  float m, exponent = static_cast<float>(e);
-  std::memcpy(&m, &bits, sizeof m);
-  m -= 1.0f;
+  uint32_t shifted = load_as<uint32_t>(&x) - kRootHalf;
+  uint32_t bits = (shifted & 0x7fffffu) + kRootHalf;
+  float exponent = static_cast<float>(static_cast<int32_t>(shifted) >> 23);
+  float m = load_as<float>(&bits) - 1.0f;
   float square = m * m, y = 7.0376836292e-2f;
   for (float factor : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,
                        1.4249322787e-1f, -1.6668057665e-1f, 2.0000714765e-1f,

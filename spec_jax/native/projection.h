@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 #include "byte_blocks.h"
@@ -47,24 +48,8 @@ struct Workers {
   }
 };
 
-// The rows of a product, [rows, K], and the RMSNorm that comes first, unless it is null.
-template <typename T>
-struct Input {
-  const T* x;
-  const T* norm;
-  float eps;
-  int64_t rows;
-};
-
 constexpr int64_t kGrainBytes = 32 * 1024;  // of weights that are worth a thread's while
 constexpr int64_t kMostGrain = 16;          // panels
-
-// Sets `rows` to those of a product, normed: group `i` of them.
-template <typename T>
-void set_group(const Input<T>& input, int64_t K, int64_t i, Scratch<T>& normed,
-               SideBySide<T>& rows) {
-  set_group(input.x, input.norm, K, input.eps, i, normed.data(), rows);
-}
 
 // Calls `body(first, size, begin, end, rows)` for each group of the rows and the panels
 // [0, count) of such as `w`, some at a time: groups innermost, so that all find the weights
@@ -77,7 +62,7 @@ void over_panels(Workers<Pool, T>& workers, const Input<T>& input, const Panels<
   if (shares) {
     workers.shared.begin(input.rows, w.K, is_bytes);
     workers.team.run(workers.shared.num_groups(), 1, [&](int64_t i, int64_t, int64_t number) {
-      set_group(input, w.K, i, workers.all[number].normed, workers.shared);
+      set_group(input, w.K, i, workers.all[number].normed.data(), workers.shared);
     });
   }
   int64_t panel = std::max<int64_t>(w.panel_bytes(), 1);
@@ -89,7 +74,7 @@ void over_panels(Workers<Pool, T>& workers, const Input<T>& input, const Panels<
     if (!shares && worker.holds != product) {
       rows.begin(input.rows, w.K, is_bytes);
       for (int64_t i = 0; i < rows.num_groups(); ++i) {
-        set_group(input, w.K, i, worker.normed, rows);
+        set_group(input, w.K, i, worker.normed.data(), rows);
       }
       worker.holds = product;
     }
@@ -113,17 +98,19 @@ void multiply(const SideBySide<T>& rows, int64_t first, int64_t size, const Pane
                   w.pairs(), sums, stride, (next - end) * w.panel_bytes());
 }
 
-// y [rows, N] = residual + round(norm(x) w^T); `residual` may be null, or y. The rows of y
-// are `stride` apart, unless it is 0.
-template <typename Pool, typename T, typename Out>
-void project(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& w,
-             const T* residual, Out* y, int64_t stride = 0) {
+constexpr int64_t kStride = kMostGrain * kPanel;
+
+// y [rows, N] = residual + round(sums); `make(rows, first, size, begin, end, sums)` makes
+// those [size, kStride] of a group by panels such as `w` has. `residual` may be null, or y.
+// The rows of y are `stride` apart, unless it is 0.
+template <typename Pool, typename T, typename Out, typename Make>
+void write_sums(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& w,
+                Out* y, const T* residual, int64_t stride, const Make& make) {
   if (stride == 0) stride = w.N;
   auto body = [&](int64_t first, int64_t size, int64_t begin, int64_t end,
                   const SideBySide<T>& rows) {
-    constexpr int64_t kStride = kMostGrain * kPanel;
     alignas(64) float sums[kMostRows<T> * kStride];
-    multiply(rows, first, size, w, begin, end, sums, kStride, end);
+    make(rows, first, size, begin, end, sums);
     int64_t from = begin * kPanel, to = std::min(end * kPanel, w.N);
     for (int64_t r = 0; r < size; ++r) {
       Out* out = y + (first + r) * stride;
@@ -140,19 +127,31 @@ void project(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& 
   over_panels(workers, input, w, w.count(), body);
 }
 
-// sums [rows, kMostGrain * kPanel] = the products of `count` segments of the rows' words, by
-// the panels [begin, end) of as many matrices, added in a balanced tree.
+// y [rows, N] = residual + round(norm(x) w^T), as `write_sums` has it. (T is deduced from
+// the weights, so that a residual may be `nullptr`.)
+template <typename Pool, typename T, typename Out>
+void project(Workers<Pool, T>& workers, const Input<T>& input, const Panels<T>& w, Out* y,
+             const std::common_type_t<T>* residual = nullptr, int64_t stride = 0) {
+  write_sums(workers, input, w, y, residual, stride,
+             [&](const SideBySide<T>& rows, int64_t first, int64_t size, int64_t begin,
+                 int64_t end, float* sums) {
+    multiply(rows, first, size, w, begin, end, sums, kStride, end);
+  });
+}
+
+// sums [rows, kStride] = the products of `count` segments of the rows' words, by the panels
+// [begin, end) of as many matrices, added in a balanced tree.
 template <typename T>
 void add_segments(const RowGroup<T>& x, const Panels<T>* w, int64_t count, int64_t begin,
                   int64_t end, float* sums) {
-  constexpr int64_t kStride = kMostGrain * kPanel;
   if (count == 1) {
     return multiply(x, w->panel(begin), end - begin, w->words(), sums, kStride);
   }
   int64_t half = count / 2;
   alignas(64) float others[kMostRows<T> * kStride];
   add_segments(x, w, half, begin, end, sums);
-  add_segments<T>({x.words, x.size, x.first + half * w->words()}, w + half, half, begin, end, others);
+  RowGroup<T> rest{x.words, x.size, x.first + half * w->words()};
+  add_segments(rest, w + half, half, begin, end, others);
   for (int64_t r = 0; r < x.size; ++r) {
     for (int64_t n = 0; n < (end - begin) * kPanel; n += kLanes) {
       float* at = sums + r * kStride + n;
@@ -166,23 +165,14 @@ void add_segments(const RowGroup<T>& x, const Panels<T>* w, int64_t count, int64
 template <typename Pool, typename T>
 void project_segments(Workers<Pool, T>& workers, const Input<T>& input,
                       const std::vector<Panels<T>>& w, float* y) {
-  int64_t N = w[0].N;
   Panels<T> all = w[0];  // Its sizes are those of all segments beside each other.
   all.K *= static_cast<int64_t>(w.size());
-  auto body = [&](int64_t first, int64_t size, int64_t begin, int64_t end,
-                  const SideBySide<T>& rows) {
-    constexpr int64_t kStride = kMostGrain * kPanel;
-    alignas(64) float sums[kMostRows<T> * kStride];
+  const T* none = nullptr;
+  write_sums(workers, input, all, y, none, 0,
+             [&](const SideBySide<T>& rows, int64_t first, int64_t size, int64_t begin,
+                 int64_t end, float* sums) {
     add_segments(rows.group(first, size), w.data(), w.size(), begin, end, sums);
-    int64_t from = begin * kPanel, to = std::min(end * kPanel, N);
-    for (int64_t r = 0; r < size; ++r) {
-      float* out = y + (first + r) * N;
-      for (int64_t n = from; n < to; n += kLanes) {
-        store_lanes(out + n, to - n, load(sums + r * kStride + n - from));
-      }
-    }
-  };
-  over_panels(workers, input, all, all.count(), body);
+  });
 }
 
 // y [rows, F] = swiglu(round(norm(x) w^T)); the gate's weights are the first F of w.

@@ -26,10 +26,9 @@ namespace spec_jax {
 
 // Where the rows live.
 struct Rows {
-  const int32_t* table;  // [S, M]
+  PageTable table;
   const int32_t* slots;  // [R]
   const int32_t* positions;  // [R]
-  int64_t num_slots, table_width, num_pages, page_size;
   int64_t live;
   const int32_t* branch = nullptr;  // [R, width] in trees: places of a row's last keys
   int64_t width = 0;
@@ -56,22 +55,13 @@ struct Rows {
 
   // Returns whether the page of every key up to the row's own exists, seen or not.
   bool is_mapped(int64_t r) const {
-    int64_t slot = slots[r], position = positions[r];
-    if (slot < 0 || slot >= num_slots || position < 0) return false;
-    auto is_page = [&](int64_t m) {
-      if (m < 0 || m >= table_width) return false;
-      int32_t page = table[slot * table_width + m];
-      return page >= 0 && page < num_pages;
-    };
-    int64_t shared = common(r);
-    if (branch != nullptr) {
-      for (int64_t p = shared; p <= position; ++p) {
-        int64_t at = place(r, p);
-        if (at < 0 || !is_page(at / page_size)) return false;
-      }
+    int64_t slot = slots[r], position = positions[r], shared = common(r);
+    if (position < 0) return false;
+    for (int64_t p = shared; p <= position; ++p) {
+      if (!table.holds(slot, place(r, p))) return false;
     }
-    for (int64_t m = 0; m * page_size < shared; ++m) {
-      if (!is_page(m)) return false;
+    for (int64_t m = 0; m * table.page_size < shared; ++m) {
+      if (!table.has(slot, m)) return false;
     }
     return true;
   }
@@ -254,8 +244,7 @@ struct Attention {
   int64_t part(int64_t piece, int64_t index) const { return (piece * K + index) * room; }
 
   Pages pages(const Span& span, const Layer<T>& layer) const {
-    const int32_t* table = rows.table + rows.slots[span.first] * rows.table_width;
-    return {table, rows.page_size, K * layer.H};
+    return rows.table.of(rows.slots[span.first], K * layer.H);
   }
 
   // Stores the key and the value of row `r`, in `span`, for key/value head `index`.

@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <cstdlib>
 #include <new>
-#include <utility>
 #include <vector>
 
 namespace spec_jax {
@@ -80,10 +79,6 @@ struct ScratchAllocator {
   // Elements made without a value hold anything: users write before they read.
   template <typename U>
   void construct(U* at) { ::new (static_cast<void*>(at)) U; }
-  template <typename U, typename... Args>
-  void construct(U* at, Args&&... args) {
-    ::new (static_cast<void*>(at)) U(std::forward<Args>(args)...);
-  }
 
   template <typename U>
   bool operator==(const ScratchAllocator<U>&) const { return true; }

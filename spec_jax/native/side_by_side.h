@@ -6,12 +6,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 
 #include "byte_rows.h"
 #include "gemm.h"
 #include "interleave.h"
-#include "lanes.h"
 #include "panels.h"
 #include "scratch.h"
 #include "simd.h"
@@ -110,17 +108,25 @@ void norm_row(const T* x, const T* norm, int64_t K, float eps, T* y) {
   }
 }
 
-// Sets group `i` of `out` to rows of x [rows, K], normed unless `norm` is null, with
-// `scratch` for a group of them.
+// The rows x [rows, K] of a product, and the RMSNorm that comes first, unless it is null.
 template <typename T>
-void set_group(const T* x, const T* norm, int64_t K, float eps, int64_t i, T* scratch,
+struct Input {
+  const T* x;
+  const T* norm;
+  float eps;
+  int64_t rows;
+};
+
+// Sets group `i` of `out` to the rows of a product, normed with `scratch` for a group.
+template <typename T>
+void set_group(const Input<T>& input, int64_t K, int64_t i, T* scratch,
                SideBySide<T>& out) {
   int64_t first = out.first_of(i), size = out.first_of(i + 1) - first;
   const T* group[kMostRows<T>];
   for (int64_t r = 0; r < size; ++r) {
-    group[r] = x + (first + r) * K;
-    if (norm != nullptr) {
-      norm_row(group[r], norm, K, eps, scratch + r * K);
+    group[r] = input.x + (first + r) * K;
+    if (input.norm != nullptr) {
+      norm_row(group[r], input.norm, K, input.eps, scratch + r * K);
       group[r] = scratch + r * K;
     }
   }

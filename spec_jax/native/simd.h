@@ -2,9 +2,9 @@
 //
 // The instruction set is chosen by a macro, SPEC_JAX_AMX, SPEC_JAX_AVX512BF16,
 // SPEC_JAX_AVX512, SPEC_JAX_AVX2 or none, beside the compiler's flags for it: this header
-// is compiled once for each. Within one set, every function here has one fixed order of operations,
-// so that a result depends on its inputs alone. Nothing here may depend on how many
-// rows are live, on the number of threads, or on where an array lies.
+// is compiled once for each. Within one set, every function here has one fixed order of
+// operations, so that a result depends on its inputs alone. Nothing here may depend on how
+// many rows are live, on the number of threads, or on where an array lies.
 
 #pragma once
 
@@ -29,22 +29,27 @@
 
 namespace spec_jax {
 
+// The bytes at `p` as another type.
+template <typename To, typename From>
+inline To load_as(const From* p) {
+  To out;
+  std::memcpy(&out, p, sizeof out);
+  return out;
+}
+
 struct bf16 {
   uint16_t bits;
 };
 
 inline float to_float(bf16 x) {
   uint32_t wide = static_cast<uint32_t>(x.bits) << 16;
-  float out;
-  std::memcpy(&out, &wide, sizeof out);
-  return out;
+  return load_as<float>(&wide);
 }
 inline float to_float(float x) { return x; }
 
 // Round to nearest, ties to even, as XLA and PyTorch do; NaN stays NaN.
 inline bf16 to_bf16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
+  uint32_t bits = load_as<uint32_t>(&x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) {
     return {static_cast<uint16_t>((bits >> 16) | 0x40u)};
   }
@@ -92,76 +97,84 @@ inline void store_pairs_as_floats(float* p, __m256 pairs) {
 #endif
 
 #if defined(SPEC_JAX_AVX512)
-
 constexpr int kLanes = 16;
 using Vec = __m512;
-inline Vec zero() { return _mm512_setzero_ps(); }
-inline Vec broadcast(float x) { return _mm512_set1_ps(x); }
-inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
-inline void store(float* p, Vec x) { _mm512_storeu_ps(p, x); }
-inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
-inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
-inline Vec subtract(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
-inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
-inline Vec divide(Vec a, Vec b) { return _mm512_div_ps(a, b); }
-inline Vec maximum(Vec a, Vec b) { return _mm512_max_ps(a, b); }
-inline Vec minimum(Vec a, Vec b) { return _mm512_min_ps(a, b); }
-inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) {
-  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+#elif defined(SPEC_JAX_AVX2)
+constexpr int kLanes = 8;
+using Vec = __m256;
+#else
+constexpr int kLanes = 8;
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+#endif
+
+// GCC and Clang compile what follows for any width, in whatever registers there are.
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "pairs are read as integers");
+typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+
+// (GCC 12 takes several instructions to convert integers to another size, where one does.)
+#if defined(SPEC_JAX_AVX512) && !defined(SPEC_JAX_INTRINSICS)
+inline Bits widen(Halves x) { return (Bits)_mm512_cvtepu16_epi32((__m256i)x); }
+inline Halves narrow(Bits x) { return (Halves)_mm512_cvtepi32_epi16((__m512i)x); }
+#elif defined(SPEC_JAX_AVX2)
+inline Bits widen(Halves x) { return (Bits)_mm256_cvtepu16_epi32((__m128i)x); }
+inline Halves narrow(Bits x) {
+  return (Halves)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)x),
+                                  _mm256_extracti128_si256((__m256i)x, 1));
 }
-inline Vec load(const bf16* p) {
-  __m512i wide = _mm512_cvtepu16_epi32(
-      _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-}
-inline Vec load_even(const bf16* p) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
-}
-inline Vec load_odd(const bf16* p) {
-  return _mm512_castsi512_ps(_mm512_and_si512(
-      _mm512_loadu_si512(p), _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
-}
+#else
+inline Bits widen(Halves x) { return __builtin_convertvector(x, Bits); }
+inline Halves narrow(Bits x) { return __builtin_convertvector(x, Halves); }
+#endif
+inline Vec zero() { return Vec{}; }
+inline Vec load(const float* p) { return load_as<Vec>(p); }
+inline void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
+inline Vec add(Vec a, Vec b) { return a + b; }
+inline Vec subtract(Vec a, Vec b) { return a - b; }
+inline Vec mul(Vec a, Vec b) { return a * b; }
+inline Vec divide(Vec a, Vec b) { return a / b; }
+inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return a < b ? yes : no; }
+inline Vec load(const bf16* p) { return (Vec)(widen(load_as<Halves>(p)) << 16); }
+inline Vec load_even(const bf16* p) { return (Vec)(load_as<Bits>(p) << 16); }
+inline Vec load_odd(const bf16* p) { return (Vec)(load_as<Bits>(p) & 0xffff0000u); }
 inline Vec round_to_bf16(Vec x) {
-  __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1);
-  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
-  __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-  __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
-  __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-  return _mm512_castsi512_ps(
-      _mm512_and_si512(_mm512_mask_mov_epi32(up, nan, quiet),
-                       _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+  Bits bits = (Bits)x, up = bits + 0x7fffu + ((bits >> 16) & 1u), quiet = bits | 0x400000u;
+  Bits rounded = x != x ? quiet : up;
+  return (Vec)(rounded & 0xffff0000u);
 }
 // Rounded: the even elements and the odd ones of kLanes pairs.
 inline void store_pairs(bf16* p, Vec even, Vec odd) {
-  __m512i low = _mm512_srli_epi32(_mm512_castps_si512(round_to_bf16(even)), 16);
-  _mm512_storeu_si512(p, _mm512_or_si512(low, _mm512_castps_si512(round_to_bf16(odd))));
+  Bits both = (Bits)round_to_bf16(even) >> 16 | (Bits)round_to_bf16(odd);
+  std::memcpy(static_cast<void*>(p), &both, sizeof both);
 }
 inline void store(bf16* p, Vec x) {
-  __m512i high = _mm512_srli_epi32(_mm512_castps_si512(round_to_bf16(x)), 16);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(high));
+  Halves high = narrow((Bits)round_to_bf16(x) >> 16);
+  std::memcpy(static_cast<void*>(p), &high, sizeof high);
 }
+// Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
+constexpr float kShifter = 12582912.0f;
+inline Vec round_even(Vec x) { return (x + kShifter) - kShifter; }
+// (By way of those bits, since converting a NaN to an integer is undefined.)
+inline Vec pow2(Vec n) { return (Vec)((Bits)(n + (kShifter + 127.0f)) << 23); }
+
+#if defined(SPEC_JAX_AVX512)
+
+inline Vec broadcast(float x) { return _mm512_set1_ps(x); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec maximum(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec minimum(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 #if defined(SPEC_JAX_AVX512BF16)
 // Elements 2i and 2i + 1 of bf16 in lane i.
 using Pairs = __m512bh;
-inline Pairs load_pairs(const bf16* p) { return (Pairs)_mm512_loadu_si512(p); }
+inline Pairs load_pairs(const bf16* p) { return (Pairs)load_as<Bits>(p); }
 inline Pairs broadcast_pair(const bf16* p) {
-  int pair;
-  std::memcpy(&pair, p, sizeof pair);
-  return (Pairs)_mm512_set1_epi32(pair);
+  return (Pairs)(Bits{} + load_as<uint32_t>(p));
 }
 // c + a.odd * b.odd + a.even * b.even, in this order, each product added with one
 // rounding, to nearest even. Denormal operands and results are zero, however the thread
 // treats them elsewhere. (VDPBF16PS, Intel's manual, volume 2.)
 inline Vec dot(Pairs a, Pairs b, Vec c) { return _mm512_dpbf16_ps(c, a, b); }
 #endif
-inline Vec round_even(Vec x) {
-  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
-inline Vec pow2(Vec n) {
-  __m512i bits = _mm512_slli_epi32(
-      _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23);
-  return _mm512_castsi512_ps(bits);
-}
 // Lane i of out[j] is the j-th 32-bit word at rows[i] + at.
 inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
   auto words = [&](int i) {
@@ -184,9 +197,6 @@ inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
   out[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(odd[0], odd[1]));
   out[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(odd[0], odd[1]));
 }
-[[gnu::always_inline]] inline void prefetch_address(uintptr_t address) {
-  _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T1);
-}
 #if defined(SPEC_JAX_INTRINSICS)
 template <typename V>
 inline void keep_in_register(V&) {}  // No register is as wide.
@@ -197,124 +207,23 @@ inline void keep_in_register(V& x) { asm("" : "+v"(x)); }
 
 #elif defined(SPEC_JAX_AVX2)
 
-constexpr int kLanes = 8;
-using Vec = __m256;
-inline Vec zero() { return _mm256_setzero_ps(); }
 inline Vec broadcast(float x) { return _mm256_set1_ps(x); }
-inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
-inline void store(float* p, Vec x) { _mm256_storeu_ps(p, x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
-inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
-inline Vec subtract(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
-inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
-inline Vec divide(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 inline Vec maximum(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 inline Vec minimum(Vec a, Vec b) { return _mm256_min_ps(a, b); }
-inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) {
-  return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
-}
-inline Vec load(const bf16* p) {
-  __m256i wide =
-      _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
-}
-inline Vec load_even(const bf16* p) {
-  __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-}
-inline Vec load_odd(const bf16* p) {
-  __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  return _mm256_castsi256_ps(
-      _mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
-}
-inline Vec round_to_bf16(Vec x) {
-  __m256i bits = _mm256_castps_si256(x), one = _mm256_set1_epi32(1);
-  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
-  __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
-  __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
-  Vec nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
-  Vec rounded = _mm256_blendv_ps(_mm256_castsi256_ps(up), _mm256_castsi256_ps(quiet), nan);
-  return _mm256_and_ps(rounded, _mm256_castsi256_ps(_mm256_set1_epi32(
-                                    static_cast<int>(0xffff0000u))));
-}
-inline void store_pairs(bf16* p, Vec even, Vec odd) {
-  __m256i low = _mm256_srli_epi32(_mm256_castps_si256(round_to_bf16(even)), 16);
-  __m256i both = _mm256_or_si256(low, _mm256_castps_si256(round_to_bf16(odd)));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), both);
-}
-inline void store(bf16* p, Vec x) {
-  __m256i high = _mm256_srli_epi32(_mm256_castps_si256(round_to_bf16(x)), 16);
-  __m128i low_half = _mm256_castsi256_si128(high);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
-                   _mm_packus_epi32(low_half, _mm256_extracti128_si256(high, 1)));
-}
-inline Vec round_even(Vec x) {
-  return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-}
-inline Vec pow2(Vec n) {
-  __m256i bits = _mm256_slli_epi32(
-      _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  return _mm256_castsi256_ps(bits);
-}
 inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
   transpose_eight(rows, at, out);
-}
-[[gnu::always_inline]] inline void prefetch_address(uintptr_t address) {
-  _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T1);
 }
 template <typename V>
 inline void keep_in_register(V& x) { asm("" : "+x"(x)); }
 
 #else
 
-// Vectors of the compiler (GCC and Clang), in whatever registers the machine has.
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "pairs are read as integers");
-constexpr int kLanes = 8;
-typedef float Vec __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-
-template <typename To, typename From>
-inline To load_as(const From* p) {
-  To out;
-  std::memcpy(&out, p, sizeof out);
-  return out;
-}
-inline Vec zero() { return Vec{}; }
 inline Vec broadcast(float x) { return Vec{x, x, x, x, x, x, x, x}; }
-inline Vec load(const float* p) { return load_as<Vec>(p); }
-inline void store(float* p, Vec x) { std::memcpy(p, &x, sizeof x); }
 // Two roundings, not one: built with contraction off, so that it stays so.
 inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
-inline Vec add(Vec a, Vec b) { return a + b; }
-inline Vec subtract(Vec a, Vec b) { return a - b; }
-inline Vec mul(Vec a, Vec b) { return a * b; }
-inline Vec divide(Vec a, Vec b) { return a / b; }
 inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 inline Vec minimum(Vec a, Vec b) { return a < b ? a : b; }
-inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) { return a < b ? yes : no; }
-inline Vec load(const bf16* p) {
-  return (Vec)(__builtin_convertvector(load_as<Halves>(p), Bits) << 16);
-}
-inline Vec load_even(const bf16* p) { return (Vec)(load_as<Bits>(p) << 16); }
-inline Vec load_odd(const bf16* p) { return (Vec)(load_as<Bits>(p) & 0xffff0000u); }
-inline Vec round_to_bf16(Vec x) {
-  Bits bits = (Bits)x, up = bits + 0x7fffu + ((bits >> 16) & 1u);
-  return (Vec)((x == x ? up : bits | 0x400000u) & 0xffff0000u);
-}
-inline void store_pairs(bf16* p, Vec even, Vec odd) {
-  Bits both = (Bits)round_to_bf16(even) >> 16 | (Bits)round_to_bf16(odd);
-  std::memcpy(static_cast<void*>(p), &both, sizeof both);
-}
-inline void store(bf16* p, Vec x) {
-  Halves high = __builtin_convertvector((Bits)round_to_bf16(x) >> 16, Halves);
-  std::memcpy(p, &high, sizeof high);
-}
-// Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves it in the low bits.
-constexpr float kShifter = 12582912.0f;
-inline Vec round_even(Vec x) { return (x + kShifter) - kShifter; }
-// (By way of those bits, since converting a NaN to an integer is undefined.)
-inline Vec pow2(Vec n) { return (Vec)((Bits)(n + (kShifter + 127.0f)) << 23); }
 inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
   float words[4][kLanes];
   for (int i = 0; i < kLanes; ++i) {
@@ -322,12 +231,10 @@ inline void transpose(const char* const* rows, int64_t at, Vec (&out)[4]) {
   }
   for (int j = 0; j < 4; ++j) out[j] = load(words[j]);
 }
-inline void prefetch_address(uintptr_t) {}
 template <typename V>
 inline void keep_in_register(V&) {}
 
 #endif
-
 
 // The lanes as they are, at a place for as many words.
 template <typename T, typename V>
@@ -338,9 +245,37 @@ inline void store_words(T* p, V x) {
 // A hint to fetch what lies `bytes` past `p`, which may be past the end of the array:
 // no pointer is formed to it. As far as the second cache: the first has half as many
 // lines on their way, and they would be gone from it before their turn. (GCC leaves out
-// calls of a function that only prefetches, unless it was inlined before it looks.)
+// calls of a function that only prefetches, unless it is inlined before it looks.)
 [[gnu::always_inline]] inline void prefetch(const void* p, int64_t bytes) {
-  prefetch_address(reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes));
+#if defined(SPEC_JAX_AVX512) || defined(SPEC_JAX_AVX2)
+  uintptr_t address = reinterpret_cast<uintptr_t>(p) + static_cast<uintptr_t>(bytes);
+  _mm_prefetch(reinterpret_cast<const char*>(address), _MM_HINT_T1);
+#endif
+}
+
+// Of kLanes words at `p`, each one float or two of bf16, the elements number `part`.
+inline Vec load_part(const float* p, int) { return load(p); }
+inline Vec load_part(const bf16* p, int part) {
+  return part == 0 ? load_even(p) : load_odd(p);
+}
+
+// Loads the lanes at `value`, of which the first `left` are in the array, the rest 0.
+template <typename T>
+inline Vec load_lanes(const T* value, int64_t left) {
+  if (left >= kLanes) return load(value);
+  T copy[kLanes];
+  std::memset(static_cast<void*>(copy), 0, sizeof copy);
+  std::memcpy(static_cast<void*>(copy), value, left * sizeof(T));
+  return load(copy);
+}
+
+// Rounds the lanes to T, and stores the first `left` of them.
+template <typename T>
+inline void store_lanes(T* to, int64_t left, Vec lanes) {
+  if (left >= kLanes) return store(to, lanes);
+  T copy[kLanes];
+  store(copy, lanes);
+  std::memcpy(static_cast<void*>(to), copy, left * sizeof(T));
 }
 
 // Rounded to T, as floats.
@@ -373,9 +308,7 @@ inline float reduce(Vec x, const Operation& operation) {
   if constexpr (kWidth > 1) {
     return reduce<kWidth / 2>(x, operation);
   } else {
-    float first;
-    std::memcpy(&first, &x, sizeof first);
-    return first;
+    return load_as<float>(&x);
   }
 }
 
@@ -406,9 +339,8 @@ inline Vec exp(Vec x) {
 
 // As above for one value.
 inline float exp(float x) {
-  float lane[kLanes];
-  store(lane, exp(broadcast(x)));
-  return lane[0];
+  Vec lanes = exp(broadcast(x));
+  return load_as<float>(&lanes);
 }
 
 }  // namespace spec_jax

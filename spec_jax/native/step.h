@@ -101,7 +101,7 @@ struct Layers {
     return most;
   }
 
-  Input<T> input(const Scratch<T>& rows, const T* norm) const {
+  Input<T> input(const Scratch<T>& rows, const T* norm = nullptr) const {
     return {rows.data(), norm, step.eps, step.rows.live};
   }
 
@@ -109,29 +109,27 @@ struct Layers {
   // may be x.
   void run(const StepLayer<T>& layer, const Input<T>& from, const T* residual,
            Scratch<T>& x) {
-    const T* none = nullptr;
     int64_t row = (step.N + 2 * step.K) * step.H;
-    project(workers, from, layer.qkv, none, heads.data(), row);
+    project(workers, from, layer.qkv, heads.data(), nullptr, row);
     if (layer.kv) {
-      project(workers, from, layer.kv, none, heads.data() + step.N * step.H, row);
+      project(workers, from, layer.kv, heads.data() + step.N * step.H, nullptr, row);
     }
     attention.run(step.attention(layer, heads.data(), step.N, attended.data()));
-    project(workers, input(attended, none), layer.attention_out, residual, x.data());
+    project(workers, input(attended), layer.attention_out, x.data(), residual);
     gate(workers, input(x, layer.mlp_norm), layer.gate_up, hidden.data());
-    project(workers, input(hidden, none), layer.down, x.data(), x.data());
+    project(workers, input(hidden), layer.down, x.data(), x.data());
   }
 
   // Stores the keys and values that the layer makes of `from`: other rows see no more
   // of it.
   void store(const StepLayer<T>& layer, const Input<T>& from) {
-    const T* none = nullptr;
     int64_t row = (step.N + 2 * step.K) * step.H, queries = step.N * step.H;
     bool is_apart{layer.kv}, begins_panel = queries % kPanel == 0;
     if (is_apart || begins_panel) {
       const Panels<T> kv = is_apart ? layer.kv : layer.qkv.from(queries);
-      project(workers, from, kv, none, heads.data() + queries, row);
+      project(workers, from, kv, heads.data() + queries, nullptr, row);
     } else {
-      project(workers, from, layer.qkv, none, heads.data(), row);
+      project(workers, from, layer.qkv, heads.data(), nullptr, row);
     }
     attention.write_all(step.attention(layer, heads.data(), step.N, attended.data()));
   }
@@ -161,8 +159,7 @@ Scratch<T> run_layers(Layers<Pool, T>& layers) {
 template <typename Pool, typename T>
 void row_logits(Workers<Pool, T>& workers, const Step<T>& step, const T* left,
                 int64_t rows, float* logits) {
-  const T* none = nullptr;
-  project(workers, Input<T>{left, step.final_norm, step.eps, rows}, step.head, none, logits);
+  project(workers, Input<T>{left, step.final_norm, step.eps, rows}, step.head, logits);
 }
 
 template <typename Pool, typename T>
@@ -274,11 +271,9 @@ void run_all(Team<Pool>& team, Step<T>& step, const Chains& chains, const int32_
 
 // Makes the drafts of a model, with a step as `run_all` takes it.
 template <typename Pool, typename T>
-void run_chains(Pool& pool, Step<T> step, const Chains& chains) {
-  Team<Pool> team(pool);
-  const int32_t* same = nullptr;
+void run_chains(Team<Pool>& team, Step<T> step, const Chains& chains) {
   std::optional<Layers<Pool, T>> layers;
-  run_all(team, step, chains, same, [&](const ChainRows&) {
+  run_all(team, step, chains, nullptr, [&](const ChainRows&) {
     if (!layers || !layers->begin()) layers.emplace(team, step);
     return run_layers(*layers);
   });

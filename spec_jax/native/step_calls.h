@@ -1,12 +1,12 @@
-// The handlers of whole steps of models, and of chains of them, which XLA calls.
+// The handlers of whole steps of models, of chains of them, and of blocks, which XLA calls.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 #include <utility>
 
+#include "block_step.h"
 #include "buffers.h"
 #include "head_step.h"
 #include "step.h"
@@ -23,7 +23,7 @@ enum StepBuffer { kInputNorm, kQkv, kQNorm, kKNorm, kAttentionOut, kMlpNorm, kGa
 struct RowCall {
   Ints tokens, slots, positions;
   Scalar num_active;
-  Ints branch;
+  Ints branch;  // [R, width]; empty: not of trees
 };
 
 template <typename Binding>
@@ -81,14 +81,14 @@ struct Model {
   // Returns a step without rows, which chains set for each of their steps.
   template <typename T>
   Step<T> step() const {
-    auto shape = at(0, kKeys).dimensions();
-    int64_t K = shape[2], H = shape[3], D = final_norm.element_count();
+    Any keys = at(0, kKeys);
+    int64_t K = keys.dimensions()[2], H = keys.dimensions()[3];
+    int64_t D = final_norm.element_count();
     Step<T> step{};
     step.embed = table_of<T>(embed, entries, D);
     step.final_norm = data<T>(final_norm);
     step.head = panels<T>(head.element_count() > 0 ? head : embed, own_entries, D);
-    step.rows = {table.typed_data(),    nullptr,  nullptr,  table.dimensions()[0],
-                 table.dimensions()[1], shape[0], shape[1], 0};
+    step.rows.table = page_table(table, keys);
     step.cos = cos.typed_data();
     step.sin = sin.typed_data();
     step.N = num_heads;
@@ -97,17 +97,6 @@ struct Model {
     step.scale = scale;
     step.eps = eps;
     for (int64_t i = 0; i < num_layers(); ++i) step.layers.push_back(layer<T>(i, D, K, H));
-    return step;
-  }
-
-  template <typename T>
-  Step<T> step(const RowCall& rows) const {
-    Step<T> step = this->step<T>();
-    step.tokens = rows.tokens.typed_data();
-    step.rows.slots = rows.slots.typed_data();
-    step.rows.positions = rows.positions.typed_data();
-    step.rows.live = live_rows(rows.num_active, rows.slots.element_count());
-    step.rows = with_branch(step.rows, rows.branch);
     return step;
   }
 };
@@ -119,22 +108,24 @@ auto bind_model(Binding&& own) {
       std::move(own), "entries", "own_entries", "num_heads", "mlp_size", "scale", "eps");
 }
 
-// The dtype of a step's arrays.
-template <typename T>
-T element(const Step<T>&);
-template <typename S>
-using element_of = decltype(element(std::declval<S>()));
+// Calls `run(team, step, tag)` with a model's step without rows; the tag is of its dtype.
+template <typename Run>
+ffi::Error with_model(ffi::ThreadPool& pool, const Model& model, const Run& run) {
+  if (ffi::Error error = model.check(); error.failure()) return error;
+  return with_team(pool, model.final_norm.element_type(), [&](auto& team, auto tag) {
+    run(team, model.step<decltype(tag)>(), tag);
+  });
+}
 
-// Calls `run(team, step)` with the step of a call's rows and model.
+// Calls `run(team, step, tag)` with the step of a call's rows and model.
 template <typename Run>
 ffi::Error with_step(ffi::ThreadPool& pool, const Model& model, const RowCall& rows,
                      const Run& run) {
-  if (ffi::Error error = model.check(); error.failure()) return error;
-  return by_dtype(model.final_norm.element_type(), [&](auto tag) {
-    using T = decltype(tag);
-    Team<ffi::ThreadPool> team(pool);
-    run(team, model.step<T>(rows));
-    return ffi::Error::Success();
+  return with_model(pool, model, [&](auto& team, auto step, auto tag) {
+    step.tokens = rows.tokens.typed_data();
+    step.rows = rows_of(step.rows.table, rows.slots, rows.positions, rows.num_active,
+                        rows.branch);
+    run(team, step, tag);
   });
 }
 
@@ -142,10 +133,10 @@ constexpr auto RunStep = [](ffi::ThreadPool pool, ffi::Result<Floats> logits,
                             Result features, ffi::Span<const int64_t> taps,
                             auto... parts) -> ffi::Error {
   struct { RowCall rows; Model model; } call{parts...};
-  return with_step(pool, call.model, call.rows, [&](auto& team, auto step) {
+  return with_step(pool, call.model, call.rows, [&](auto& team, auto step, auto tag) {
+    using T = decltype(tag);
     step.taps.assign(taps.begin(), taps.end());
-    step.logits = data_or_null(logits);
-    using T = element_of<decltype(step)>;
+    step.logits = data_or_null(*logits);
     step.features = data<T>(features);
     // A prompt's features leave the program with their padding rows: these are zeros,
     // since `jax_debug_nans` would take unset memory for results.
@@ -193,7 +184,7 @@ struct ChainCall {
     return {tokens.typed_data(), starts.typed_data(),    pending.typed_data(),
             counts.typed_data(), tokens.dimensions()[0], tokens.dimensions()[1],
             most,                drafts->typed_data(),
-            draws.draws(data_or_null(log_weights), most)};
+            draws.draws(data_or_null(*log_weights), most)};
   }
 };
 
@@ -206,10 +197,8 @@ auto bind_chains(Binding&& own) {
 
 constexpr auto RunChains = [](ffi::ThreadPool pool, auto... parts) -> ffi::Error {
   struct { ChainCall chains; Model model; } call{parts...};
-  if (ffi::Error error = call.model.check(); error.failure()) return error;
-  return by_dtype(call.model.final_norm.element_type(), [&](auto tag) {
-    run_chains(pool, call.model.template step<decltype(tag)>(), call.chains.chains());
-    return ffi::Error::Success();
+  return with_model(pool, call.model, [&](auto& team, const auto& step, auto) {
+    run_chains(team, step, call.chains.chains());
   });
 };
 
@@ -237,25 +226,68 @@ constexpr auto RunHeadStep = [](ffi::ThreadPool pool, Any features,
                                 ffi::Result<Floats> logits, Result next,
                                 auto... parts) -> ffi::Error {
   struct { RowCall rows; HeadCall head; Model model; } call{parts...};
-  return with_step(pool, call.model, call.rows, [&](auto& team, auto step) {
-    using T = element_of<decltype(step)>;
+  return with_step(pool, call.model, call.rows, [&](auto& team, auto step, auto tag) {
+    using T = decltype(tag);
     step.logits = logits->typed_data();
-    run_head(team, call.head.template head<T>(step), data<T>(features), data<T>(next));
+    run_head(team, call.head.head(step), data<T>(features), data<T>(next));
   });
 };
 
 constexpr auto RunHeadChains = [](ffi::ThreadPool pool, Any features, Ints names,
                                   auto... parts) -> ffi::Error {
   struct { ChainCall chains; HeadCall head; Model model; } call{parts...};
-  if (ffi::Error error = call.model.check(); error.failure()) return error;
-  return by_dtype(features.element_type(), [&](auto tag) {
-    using T = decltype(tag);
-    const int32_t* of_own = names.element_count() > 0 ? names.typed_data() : nullptr;
-    run_head_chains(pool, call.head.head(call.model.template step<T>()),
-                    call.chains.chains(), data<T>(features), of_own);
-    return ffi::Error::Success();
+  return with_model(pool, call.model, [&](auto& team, const auto& step, auto tag) {
+    run_head_chains(team, call.head.head(step), call.chains.chains(),
+                    data<decltype(tag)>(features), data_or_null(names));
   });
 };
+
+constexpr auto AppendContext = [](ffi::ThreadPool pool, Any features, Any fc,
+                                  Any hidden_norm, auto... parts) -> ffi::Error {
+  struct { RowCall rows; Model model; } call{parts...};
+  return with_step(pool, call.model, call.rows,
+                   [&](auto& team, const auto& step, auto tag) {
+    using T = decltype(tag);
+    append_context(team, step, data<T>(features),
+                   panels<T>(fc, step.head.K, features.dimensions()[1]),
+                   data<T>(hidden_norm));
+  });
+};
+
+constexpr auto RunBlocks = [](ffi::ThreadPool pool, Result hidden,
+                              ffi::Result<Floats> logits, int64_t block_size,
+                              auto... parts) -> ffi::Error {
+  struct { RowCall rows; Model model; } call{parts...};
+  return with_step(pool, call.model, call.rows, [&](auto& team, auto step, auto tag) {
+    step.logits = logits->typed_data();
+    run_blocks(team, step, block_size, data<decltype(tag)>(hidden));
+  });
+};
+
+ffi::Error RunSlots(ffi::ThreadPool pool, Floats logits, Ints anchors, Ints counts,
+                    Ints names, Any embed, Any out, Any mix, Any mix_bias, Any hidden,
+                    ffi::Result<Ints> drafts, int64_t entries, int64_t rank,
+                    Floats numbers, Ints integers, ffi::Result<Floats> log_weights,
+                    int64_t vocabulary, bool is_independent) {
+  auto shape = logits.dimensions();
+  int64_t D = hidden.dimensions()[2], gates = mix_bias.element_count();
+  int64_t width = D + (gates == rank ? rank : 2 * rank);
+  DrawCall draws{numbers, integers, vocabulary, is_independent};
+  SlotChains chains{logits.typed_data(), anchors.typed_data(), counts.typed_data(),
+                    data_or_null(names), shape[0], shape[1], shape[2],
+                    drafts->typed_data(),
+                    draws.draws(data_or_null(*log_weights), shape[1])};
+  return with_team(pool, embed.element_type(), [&](auto& team, auto tag) {
+    using T = decltype(tag);
+    auto w = panels<T>(out, chains.N, rank);
+    Mix<T> head{};
+    if (gates > 0) {
+      head = {panels<T>(mix, gates, width), data<T>(mix_bias), data<T>(hidden), D,
+              hidden.dimensions()[1] - shape[1]};
+    }
+    run_slots(team, table_of<T>(embed, entries, rank), w, head, chains);
+  });
+}
 
 }  // namespace
 }  // namespace spec_jax

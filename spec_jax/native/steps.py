@@ -87,21 +87,15 @@ class Model:
         D = self.size
         P, C, K, H = self.pages[0][0].shape
         N, F = self._sizes()
-        if H % 2 or H > calls.MAX_HEAD:
-            raise NotImplementedError(
-                f"head size {H} is odd, or above {calls.MAX_HEAD}"
-            )
-        if N < 1 or N % K:
-            raise ValueError(f"{N} query heads for {K} key/value heads")
         if self.head is None and not isinstance(self.embed, panels.Panels):
             raise ValueError("a table that is the head, too, is to be of panels")
-        calls.check_shapes(final_norm=(self.final_norm, (D,)))
-        calls.check_dtypes(self.embed, self.final_norm)
-        calls.check_shapes(head=(self.head, (self.num_logits, D)))
-        calls.check_dtypes(self.head, self.final_norm)
+        head_shape = self.num_logits, D
+        calls.check_shapes(
+            final_norm=(self.final_norm, (D,)), head=(self.head, head_shape)
+        )
+        calls.check_dtypes(self.embed, self.final_norm, self.head)
         for layer, (k, v) in zip(self.layers, self.pages, strict=True):
-            if (layer.q_norm is None) != (layer.k_norm is None):
-                raise ValueError("norms of queries and of keys: both, or neither")
+            calls.check_heads((N, K, H), layer.q_norm, layer.k_norm)
             fused = 2 * K * H if layer.kv is None else 0
             calls.check_shapes(
                 input_norm=(layer.input_norm, (D,)),

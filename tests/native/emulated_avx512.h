@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 
 // First, where there is one: its names cannot be declared after they are replaced.
 #if defined(__x86_64__)
@@ -15,27 +14,13 @@
 #endif
 
 #define SIMDE_ENABLE_NATIVE_ALIASES
-// What `simd.h` uses and no more: all of avx512.h takes three times as long to compile.
-#include <simde/x86/avx512/add.h>
-#include <simde/x86/avx512/and.h>
-#include <simde/x86/avx512/blend.h>
+// Only what `simd.h` uses: all of avx512.h takes three times as long to compile.
 #include <simde/x86/avx512/cast.h>
-#include <simde/x86/avx512/cmp.h>
-#include <simde/x86/avx512/div.h>
+#include <simde/x86/avx512/setzero.h>  // for the next one
 #include <simde/x86/avx512/insert.h>
-#include <simde/x86/avx512/loadu.h>
 #include <simde/x86/avx512/max.h>
 #include <simde/x86/avx512/min.h>
-#include <simde/x86/avx512/mov.h>
-#include <simde/x86/avx512/mul.h>
-#include <simde/x86/avx512/or.h>
-#include <simde/x86/avx512/roundscale.h>
 #include <simde/x86/avx512/set1.h>
-#include <simde/x86/avx512/setzero.h>
-#include <simde/x86/avx512/slli.h>
-#include <simde/x86/avx512/srli.h>
-#include <simde/x86/avx512/storeu.h>
-#include <simde/x86/avx512/sub.h>
 #include <simde/x86/avx512/types.h>
 #include <simde/x86/avx512/unpackhi.h>
 #include <simde/x86/avx512/unpacklo.h>
@@ -58,51 +43,6 @@ inline T emulated_lane(const V& x, int i) {
   std::memcpy(&out, reinterpret_cast<const char*>(&x) + i * sizeof(T), sizeof out);
   return out;
 }
-
-inline __m512i emulate_cvtepu16_epi32(__m256i x) {
-  return emulate_lanes<__m512i>(
-      [&](int i) { return uint32_t{emulated_lane<uint16_t>(x, i)}; });
-}
-#undef _mm512_cvtepu16_epi32
-#define _mm512_cvtepu16_epi32 emulate_cvtepu16_epi32
-
-inline __m256i emulate_cvtepi32_epi16(__m512i x) {
-  uint16_t lane[16];
-  for (int i = 0; i < 16; ++i) lane[i] = emulated_lane<uint16_t>(x, 2 * i);
-  __m256i out;
-  std::memcpy(&out, lane, sizeof out);
-  return out;
-}
-#undef _mm512_cvtepi32_epi16
-#define _mm512_cvtepi32_epi16 emulate_cvtepi32_epi16
-
-inline __m512i emulate_cvtps_epi32(__m512 x) {
-  return emulate_lanes<__m512i>([&](int i) {
-    float value = emulated_lane<float>(x, i);
-    bool fits = value >= -0x1p31f && value < 0x1p31f;  // NaN does not
-    return fits ? static_cast<int32_t>(std::nearbyint(value))
-                : std::numeric_limits<int32_t>::min();
-  });
-}
-#undef _mm512_cvtps_epi32
-#define _mm512_cvtps_epi32 emulate_cvtps_epi32
-
-inline __m128i emulate_cvtepi32_epi8(__m512i x) {
-  uint8_t lane[16];
-  for (int i = 0; i < 16; ++i) lane[i] = emulated_lane<uint8_t>(x, 4 * i);
-  __m128i out;
-  std::memcpy(&out, lane, sizeof out);
-  return out;
-}
-#undef _mm512_cvtepi32_epi8
-#define _mm512_cvtepi32_epi8 emulate_cvtepi32_epi8
-
-inline __m512 emulate_cvtepi32_ps(__m512i x) {
-  return emulate_lanes<__m512>(
-      [&](int i) { return static_cast<float>(emulated_lane<int32_t>(x, i)); });
-}
-#undef _mm512_cvtepi32_ps
-#define _mm512_cvtepi32_ps emulate_cvtepi32_ps
 
 inline __m512 emulate_cvtph_ps(__m256i x) {
   return emulate_lanes<__m512>([&](int i) {

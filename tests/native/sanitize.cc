@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <random>
 #include <string>
@@ -44,6 +45,16 @@ struct LatePool {
   }
 };
 
+struct LateTeam {
+  LatePool pool;
+  Team<LatePool> team{pool};
+};
+template <typename T>
+struct LateWorkers : LateTeam {
+  Workers<LatePool, T> workers;
+  LateWorkers(int64_t rows, int64_t K) : workers(team, rows, K) {}
+};
+
 // A pool whose queues are full: a task runs before `Schedule` returns, in the caller,
 // as in XLA's. `elsewhere`: in another thread, which a helper cannot notice.
 struct FullPool {
@@ -62,6 +73,9 @@ struct Array {
   std::unique_ptr<T[]> owned;
   int64_t size;
   explicit Array(int64_t n) : owned(new T[n]), size(n) {}
+  Array(std::initializer_list<T> values) : Array(static_cast<int64_t>(values.size())) {
+    std::copy(values.begin(), values.end(), data());
+  }
   T* data() { return owned.get(); }
   T& operator[](int64_t i) { return owned[i]; }
 };
@@ -114,25 +128,46 @@ Array<T> matrix(int64_t N, int64_t K) {
   return pack(w, N, K);
 }
 
-// A sum of products of rows in double, and of their sizes.
-struct Sum {
-  double value = 0, sizes = 0;
-  template <typename T>
-  void add(const T* x, const T* w, int64_t K) {
-    for (int64_t k = 0; k < K; ++k) {
-      double term = double{to_float(x[k])} * to_float(w[k]);
-      value += term;
-      sizes += std::abs(term);
-    }
-  }
-};
-
 // Makes a result with a value that its padding rows must keep.
 template <typename T>
 Array<T> untouched(int64_t n) {
   Array<T> out(n);
   for (int64_t i = 0; i < n; ++i) out[i] = round_to<T>(-77.0f);
   return out;
+}
+
+// Checks a result of so many rows: the first are finite, those up to `live` NaN, and the
+// rest are untouched.
+template <typename T>
+void expect_rows(Array<T>& y, int64_t rows, int64_t finite, int64_t live,
+                 const std::string& what) {
+  for (int64_t i = 0; i < y.size; ++i) {
+    int64_t r = i / (y.size / rows);
+    float value = to_float(y[i]);
+    bool fine = r < finite ? std::isfinite(value) : std::isnan(value);
+    expect(r < live ? fine : value == -77, what + " at " + std::to_string(i));
+  }
+}
+
+// Checks y [rows, N] = residual + x w^T against double; `residual` may be null. Sums are
+// off by `relative` of their terms' sizes, and by `absolute`. Padding rows are untouched.
+template <typename T, typename Out>
+void expect_products(Array<Out>& y, Array<T>& x, Array<T>& w, Array<T>* residual,
+                     int64_t live, int64_t K, int64_t N, double relative, double absolute,
+                     const std::string& what) {
+  for (int64_t i = 0; i < y.size; ++i) {
+    double sum = 0, added = residual ? to_float((*residual)[i]) : 0;
+    double sizes = std::abs(added);
+    for (int64_t k = 0; k < K && i / N < live; ++k) {
+      double term = double{to_float(x[i / N * K + k])} * to_float(w[i % N * K + k]);
+      sum += term;
+      sizes += std::abs(term);
+    }
+    double rounded = unit<Out>() * (std::abs(sum) + std::abs(sum + added));
+    double error = std::abs(to_float(y[i]) - sum - added);
+    bool is_near = error <= relative * sizes + absolute + rounded;
+    expect(i / N < live ? is_near : to_float(y[i]) == -77, what + std::to_string(i));
+  }
 }
 
 template <typename T>
@@ -142,31 +177,15 @@ void check_project(int64_t rows, int64_t live, int64_t K, int64_t N) {
   auto y = untouched<T>(rows * N);
   auto plain = untouched<float>(rows * N);
   {
-    LatePool pool;
-    const T* none = nullptr;
-    Team<LatePool> team(pool);
-    Workers<LatePool, T> workers(team, live, K);
-    Input<T> input{x.data(), none, 0.0f, live};
+    LateWorkers<T> late(live, K);
+    Input<T> input{x.data(), nullptr, 0.0f, live};
     Panels<T> panels{packed.data(), N, K};
-    project(workers, input, panels, residual.data(), y.data());
-    project(workers, input, panels, none, plain.data());
+    project(late.workers, input, panels, y.data(), residual.data());
+    project(late.workers, input, panels, plain.data());
   }
-  for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t n = 0; n < N; ++n) {
-      auto what = shape<T>("project", {rows, live, K, N, r, n});
-      if (r >= live) {
-        expect(plain[r * N + n] == -77 && to_float(y[r * N + n]) == -77, what);
-        continue;
-      }
-      Sum sum;
-      sum.add(x.data() + r * K, w.data() + n * K, K);
-      double plainly = sum.value, added = to_float(residual[r * N + n]);
-      expect(std::abs(plain[r * N + n] - plainly) <= 1e-6 * sum.sizes, what);
-      double rounded = unit<T>() * (std::abs(plainly) + std::abs(plainly + added));
-      double allowed = 1e-6 * (sum.sizes + std::abs(added)) + rounded;
-      expect(std::abs(to_float(y[r * N + n]) - plainly - added) <= allowed, what);
-    }
-  }
+  auto what = shape<T>("project", {rows, live, K, N});
+  expect_products<T>(plain, x, w, nullptr, live, K, N, 1e-6, 0, what + " plain ");
+  expect_products(y, x, w, &residual, live, K, N, 1e-6, 0, what + " added ");
 }
 
 // Checks products with weights of eight bits, or four, in memory of exactly their size.
@@ -184,21 +203,14 @@ void check_bytes(int64_t rows, int64_t K, int64_t N) {
   auto gates = untouched<T>(rows * (N / 2));
   for (int64_t n = 0; n < N; ++n) take_row(w, n, table.data() + n * K);
   {
-    LatePool pool;
-    const T* nothing = nullptr;
-    Team<LatePool> team(pool);
-    Workers<LatePool, T> workers(team, rows, K);
-    Input<T> input{x.data(), nothing, 0.0f, rows};
-    project(workers, input, w, nothing, y.data());
-    if (N % 2 == 0) gate(workers, input, w, gates.data());
+    LateWorkers<T> late(rows, K);
+    Input<T> input{x.data(), nullptr, 0.0f, rows};
+    project(late.workers, input, w, y.data());
+    if (N % 2 == 0) gate(late.workers, input, w, gates.data());
   }
-  for (int64_t i = 0; i < rows * N; ++i) {
-    Sum sum;
-    sum.add(x.data() + i / N * K, table.data() + i % N * K, K);
-    // A row's element is off by up to 1 / 254 of its block's largest.
-    expect(std::abs(to_float(y[i]) - sum.value) <= 0.02 * sum.sizes + 3.0 * K,
-           shape<T>("bytes", {rows, K, N, i}));
-  }
+  // A row's element is off by up to 1 / 254 of its block's largest.
+  expect_products<T>(y, x, table, nullptr, rows, K, N, 0.02, 3.0 * K,
+                     shape<T>("bytes", {rows, K, N, 0}));
 }
 
 // Checks segments: in bounds, the sums of all, and nothing written to padding rows;
@@ -207,29 +219,22 @@ template <typename T>
 void check_segments(int64_t count, int64_t K, int64_t N) {
   constexpr int64_t kRows = 11, kLive = 10;
   int64_t whole = count * K;
-  auto x = normal<T>(kRows * whole);
-  std::vector<Array<T>> weights, packed;
+  auto x = normal<T>(kRows * whole), w = normal<T>(N * whole), segment = normal<T>(N * K);
+  std::vector<Array<T>> packed;
   std::vector<Panels<T>> panels;
-  for (int64_t i = 0; i < count; ++i) {
-    weights.push_back(normal<T>(N * K));
-    packed.push_back(pack(weights.back(), N, K));
+  for (int64_t s = 0; s < count; ++s) {
+    for (int64_t i = 0; i < N * K; ++i) segment[i] = w[i / K * whole + s * K + i % K];
+    packed.push_back(pack(segment, N, K));
     panels.push_back({packed.back().data(), N, K});
   }
   auto y = untouched<float>(kRows * N);
   {
-    LatePool pool;
-    Team<LatePool> team(pool);
-    Workers<LatePool, T> workers(team, kLive, whole);
-    project_segments(workers, Input<T>{x.data(), nullptr, 0.0f, kLive}, panels, y.data());
+    LateWorkers<T> late(kLive, whole);
+    Input<T> input{x.data(), nullptr, 0.0f, kLive};
+    project_segments(late.workers, input, panels, y.data());
   }
-  for (int64_t i = 0; i < kRows * N; ++i) {
-    Sum sum;
-    for (int64_t s = 0; s < count; ++s) {
-      sum.add(x.data() + i / N * whole + s * K, weights[s].data() + i % N * K, K);
-    }
-    bool is_near = std::abs(y[i] - sum.value) <= 1e-6 * sum.sizes;
-    expect(i / N < kLive ? is_near : y[i] == -77, shape<T>("segments", {count, K, N, i}));
-  }
+  expect_products<T>(y, x, w, nullptr, kLive, whole, N, 1e-6, 0,
+                     shape<T>("segments", {count, K, N, 0}));
 }
 
 // Checks norm and gate: in bounds; values are compared in Python.
@@ -238,16 +243,10 @@ void check_gate(int64_t rows, int64_t live, int64_t K, int64_t F) {
   auto x = normal<T>(rows * K), w = normal<T>(2 * F * K), norm = normal<T>(K);
   auto packed = pack(w, 2 * F, K);
   auto y = untouched<T>(rows * F);
-  LatePool pool;
-  Team<LatePool> team(pool);
-  Workers<LatePool, T> workers(team, live, K);
+  LateWorkers<T> late(live, K);
   Input<T> input{x.data(), norm.data(), 1e-6f, live};
-  gate(workers, input, Panels<T>{packed.data(), 2 * F, K}, y.data());
-  for (int64_t i = 0; i < rows * F; ++i) {
-    float value = to_float(y[i]);
-    expect(i < live * F ? std::isfinite(value) : value == -77,
-           shape<T>("gate", {rows, live, K, F, i}));
-  }
+  gate(late.workers, input, Panels<T>{packed.data(), 2 * F, K}, y.data());
+  expect_rows(y, rows, live, live, shape<T>("gate", {rows, live, K, F}));
 }
 
 // Checks softmax attention of one query against double; the pages are 0, 1, 2, ...
@@ -270,110 +269,88 @@ void expect_attention(const float* q, T* k, T* v, int64_t position, int64_t stri
   }
 }
 
+// A layer of R rows, and `places` for keys and values.
+template <typename T>
+struct SomeLayer {
+  int64_t R, N, K, H;
+  Array<T> heads, norm, k, v, out;
+  Array<float> angles;
+
+  SomeLayer(int64_t R, int64_t N, int64_t K, int64_t H, int64_t places)
+      : R(R), N(N), K(K), H(H), heads(normal<T>(R * (N + 2 * K) * H)), norm(normal<T>(H)),
+        k(normal<T>(places * K * H)), v(normal<T>(places * K * H)),
+        out(untouched<T>(R * N * H)), angles(normal<float>(R * (H / 2))) {}
+
+  Layer<T> layer() {
+    return {heads.data(), norm.data(), norm.data(), angles.data(), angles.data(),
+            k.data(), v.data(), out.data(), N, K, H, 0.1f, 1e-6f};
+  }
+
+  void run(const Layer<T>& layer, const Rows& rows) {
+    LateTeam late;
+    Attention<LatePool, T>(late.team, rows, K, N / K, H).run(layer);
+  }
+};
+
+// Checks a row whose heads are neither normed nor turned, and the keys before it.
 template <typename T>
 void check_attend(int64_t G, int64_t H, int64_t page_size, int64_t position) {
   int64_t K = 2, num_pages = position / page_size + 1;
-  int64_t size = num_pages * page_size * K * H;
-  auto k = normal<T>(size), v = normal<T>(size);
-  auto q = normal<T>(G * H);
-  float scale = 0.2f;
-  Array<float> scaled(G * H);
-  for (int64_t i = 0; i < G * H; ++i) scaled[i] = scale * to_float(q[i]);
-  Array<int32_t> table(num_pages);
+  SomeLayer<T> made(1, G * K, K, H, num_pages * page_size);
+  Layer<T> layer = made.layer();
+  Array<float> cos(H / 2), sin(H / 2), q(G * K * H);
+  std::fill_n(cos.data(), H / 2, 1.0f);
+  std::fill_n(sin.data(), H / 2, 0.0f);
+  layer.q_norm = layer.k_norm = nullptr;
+  layer.cos = cos.data();
+  layer.sin = sin.data();
+  layer.scale = 0.2f;
+  for (int64_t i = 0; i < q.size; ++i) q[i] = layer.scale * to_float(made.heads[i]);
+  Array<int32_t> table(num_pages), slots{0}, positions{static_cast<int32_t>(position)};
   for (int64_t m = 0; m < num_pages; ++m) table[m] = static_cast<int32_t>(m);
-  Array<T> out(G * H);
-  Queries<T> queries(G, H);
-  KeyPanels<T> panels(H);
-  Pages pages{table.data(), page_size, K * H};
-  for (int64_t kv_head = 0; kv_head < K; ++kv_head) {
-    queries.begin(G);
-    queries.rows.for_each_group([&](int64_t first, int64_t rows) {
-      const T* group[kMostRows<T>];
-      for (int64_t r = 0; r < rows; ++r) {
-        group[r] = q.data() + (first + r) * H;
-        queries.starts[first + r] = 0;
-        queries.ends[first + r] = position + 1;
-      }
-      queries.rows.set(first, rows, group);
-    });
-    int64_t at = kv_head * H;
-    for (int64_t start = 0; start <= position; start += kKeyBlock) {
-      int64_t offsets[kKeyBlock], next[kKeyBlock];
-      pages.block(start, position + 1, offsets);
-      bool more = start + kKeyBlock <= position;
-      if (more) pages.block(start + kKeyBlock, position + 1, next);
-      Block<T> keys{k.data() + at, offsets, more ? next : nullptr};
-      Block<T> values{v.data() + at, offsets, more ? next : nullptr};
-      attend_block(queries, panels, keys, values, start, scale);
-    }
-    for (int64_t g = 0; g < G; ++g) {
-      queries.finish(g, out.data() + g * H);
-      expect_attention(scaled.data() + g * H, k.data() + kv_head * H,
-                       v.data() + kv_head * H, position, K * H, H, out.data() + g * H,
-                       shape<T>("attend", {G, H, page_size, position}));
-    }
+  made.run(layer, {{table.data(), 1, num_pages, num_pages, page_size}, slots.data(),
+                   positions.data(), 1});
+  for (int64_t n = 0; n < G * K; ++n) {
+    expect_attention(q.data() + n * H, made.k.data() + n / G * H,
+                     made.v.data() + n / G * H, position, K * H, H,
+                     made.out.data() + n * H,
+                     shape<T>("attend", {G, H, page_size, position, n}));
   }
 }
 
 // Checks a layer whose last active row has no page; the padding row has no slot.
 template <typename T>
 void check_layer(int64_t H, int64_t page_size, int32_t lost_slot, int32_t lost_at) {
-  int64_t R = 5, live = 4, N = 4, K = 2, P = 3, S = 2, M = 2;
-  auto heads = normal<T>(R * (N + 2 * K) * H), norm = normal<T>(H);
-  auto angles = normal<float>(R * (H / 2));
-  auto k = normal<T>(P * page_size * K * H), v = normal<T>(P * page_size * K * H);
-  auto out = untouched<T>(R * N * H);
-  Array<int32_t> table(S * M), slots(R), positions(R);
-  int32_t pages[] = {2, 3, 0, 1}, at[] = {0, 0, 1, lost_at, 1 << 30};
-  int32_t owners[] = {0, 1, 1, lost_slot, -7};
-  std::memcpy(table.data(), pages, sizeof pages);
-  std::memcpy(slots.data(), owners, sizeof owners);
-  std::memcpy(positions.data(), at, sizeof at);
-  Rows rows{table.data(), slots.data(), positions.data(), S, M, P, page_size, live};
-  Layer<T> layer{heads.data(), norm.data(), norm.data(), angles.data(), angles.data(),
-                 k.data(), v.data(), out.data(), N, K, H, 0.1f, 1e-6f};
-  LatePool pool;
-  Team<LatePool> team(pool);
-  Attention<LatePool, T>(team, rows, K, N / K, H).run(layer);
-  for (int64_t i = 0; i < R * N * H; ++i) {
-    float value = to_float(out[i]);
-    int64_t r = i / (N * H);
-    expect(r < 3 ? std::isfinite(value) : r == 3 ? std::isnan(value) : value == -77,
-           shape<T>("layer", {H, page_size, lost_slot, lost_at, i}));
-  }
+  constexpr int64_t R = 5, live = 4, P = 3, S = 2, M = 2;
+  SomeLayer<T> made(R, 4, 2, H, P * page_size);
+  Array<int32_t> table{2, 3, 0, 1}, slots{0, 1, 1, lost_slot, -7};
+  Array<int32_t> positions{0, 0, 1, lost_at, 1 << 30};
+  made.run(made.layer(), {{table.data(), S, M, P, page_size}, slots.data(),
+                          positions.data(), live});
+  expect_rows(made.out, R, 3, live,
+              shape<T>("layer", {H, page_size, lost_slot, lost_at}));
 }
 
 // Checks rows of several ranges of keys: of a chain, or of a tree with branches there.
 template <typename T>
 void check_ranges(int64_t H, int64_t position, bool is_tree) {
-  int64_t R = 3, N = 2, K = 1, P = 1, page_size = position + R, width = 4;
-  auto heads = normal<T>(R * (N + 2 * K) * H), norm = normal<T>(H);
-  auto angles = normal<float>(R * (H / 2));
-  auto k = normal<T>(page_size * K * H), v = normal<T>(page_size * K * H);
-  auto out = untouched<T>(R * N * H);
-  Array<int32_t> table(1), slots(R), positions(R), branch(R * width);
-  table[0] = 0;
+  constexpr int64_t R = 3, width = 4;
+  int64_t page_size = position + R;
+  SomeLayer<T> made(R, 2, 1, H, page_size);
+  Array<int32_t> table{0}, slots{0, 0, 0}, positions(R), branch(R * width);
   for (int64_t r = 0; r < R; ++r) {
-    slots[r] = 0;
     positions[r] = static_cast<int32_t>(position + r);
     for (int64_t i = 0; i < width; ++i) {
       branch[r * width + i] = static_cast<int32_t>(position + r + i + 1 - width);
     }
   }
-  Rows rows{table.data(), slots.data(), positions.data(), 1, 1, P, page_size, R};
+  Rows rows{{table.data(), 1, 1, 1, page_size}, slots.data(), positions.data(), R};
   if (is_tree) {
     rows.branch = branch.data();
     rows.width = width;
   }
-  Layer<T> layer{heads.data(), norm.data(), norm.data(), angles.data(), angles.data(),
-                 k.data(), v.data(), out.data(), N, K, H, 0.1f, 1e-6f};
-  LatePool pool;
-  Team<LatePool> team(pool);
-  Attention<LatePool, T>(team, rows, K, N / K, H).run(layer);
-  for (int64_t i = 0; i < R * N * H; ++i) {
-    expect(std::isfinite(to_float(out[i])),
-           shape<T>("ranges", {H, position, is_tree, i}));
-  }
+  made.run(made.layer(), rows);
+  expect_rows(made.out, R, R, R, shape<T>("ranges", {H, position, is_tree}));
 }
 
 // Checks active and padding rows that point past either end of the table.
@@ -381,9 +358,7 @@ template <typename T>
 void check_take_rows(int64_t D, bool is_packed) {
   auto table = normal<T>(3 * D);
   auto packed = pack(table, 3, D);
-  Array<int32_t> index(5);
-  int32_t entries[] = {2, -1, 3, 0, 1 << 30};
-  std::memcpy(index.data(), entries, sizeof entries);
+  Array<int32_t> index{2, -1, 3, 0, 1 << 30};
   auto out = untouched<T>(5 * D);
   Table<T> from{is_packed ? nullptr : table.data(), {packed.data(), 3, D}};
   take_rows(from, index.data(), out.data(), 4);
@@ -402,18 +377,11 @@ void check_move(int64_t width) {
   int64_t size = kPages * kPageSize * width;
   Array<T> before = normal<T>(size), pool(size);
   for (int64_t i = 0; i < size; ++i) pool[i] = before[i];
-  Array<int32_t> table(2), slots(4), sources(4), targets(4);
-  Array<bool> moves(4);
-  int32_t pages[] = {1, kPages}, from[] = {2, -1, 0, 1}, to[] = {0, 1, 3, 1 << 30};
-  std::memcpy(table.data(), pages, sizeof pages);
-  std::memcpy(sources.data(), from, sizeof from);
-  std::memcpy(targets.data(), to, sizeof to);
-  for (int64_t q = 0; q < 4; ++q) {
-    slots[q] = 0;
-    moves[q] = true;
-  }
-  Moves which{table.data(), slots.data(), sources.data(), targets.data(), moves.data(),
-              4,            1,            2,              kPages,         kPageSize};
+  Array<int32_t> table{1, kPages}, slots{0, 0, 0, 0}, sources{2, -1, 0, 1};
+  Array<int32_t> targets{0, 1, 3, 1 << 30};
+  Array<bool> moves{true, true, true, true};
+  Moves which{{table.data(), 1, 2, kPages, kPageSize}, slots.data(), sources.data(),
+              targets.data(), moves.data(), 4};
   move_rows<T>(which, {pool.data()}, width);
   for (int64_t i = 0; i < size; ++i) {
     int64_t row = i / width;
@@ -461,9 +429,8 @@ void check_draws(int64_t N) {
   SomeDraws how(1, N);
   Draws draws = how.draws(N, false);
   draws.log_weights = nullptr;
-  LatePool pool;
-  Team<LatePool> team(pool);
-  draw_tokens(team, draws, logits.data(), asked, 3, N, tokens.data());
+  LateTeam late;
+  draw_tokens(late.team, draws, logits.data(), asked, 3, N, tokens.data());
   const float* highest = std::max_element(logits.data(), logits.data() + N);
   auto what = "draws " + std::to_string(N);
   expect(tokens[0] == highest - logits.data() && tokens[1] == 0, what);
@@ -484,9 +451,8 @@ void check_children(int64_t N, int64_t most) {
                    scores.data(), tokens.data(), {}};
     if (draws) rows.draws = how.draws(V, false);
     rows.draws.log_weights = nullptr;
-    LatePool pool;
-    Team<LatePool> team(pool);
-    best_children(team, rows);
+    LateTeam late;
+    best_children(late.team, rows);
     for (int64_t i = 0; i < S * width * most; ++i) {
       int64_t row = i / most, token = tokens[i];
       auto what = "children " + std::to_string(N) + " " + std::to_string(i);
@@ -517,14 +483,13 @@ void check_chains(const Step<T>& step, const Head<T>* head, bool draws) {
   SomeDraws how(most, head == nullptr ? step.head.N : head->step.head.N);
   if (draws) chains.draws = how.draws(step.head.N, head != nullptr);
   Step<T> model = head == nullptr ? step : head->step;
-  model.rows = {table, nullptr, nullptr, S, 2, step.rows.num_pages,
-                step.rows.page_size, 0};
+  model.rows = {{table, S, 2, step.rows.table.num_pages, step.rows.table.page_size}};
   model.cos = model.sin = angles.data();
   model.taps.clear();
-  LatePool pool;
+  LateTeam late;
   int64_t first = 0;
   if (head == nullptr) {
-    run_chains(pool, model, chains);
+    run_chains(late.team, model, chains);
   } else {
     int64_t N = model.head.N;
     auto features = normal<T>(S * width * head->size());
@@ -532,7 +497,7 @@ void check_chains(const Step<T>& step, const Head<T>* head, bool draws) {
     for (int64_t n = 0; n < N; ++n) names[n] = static_cast<int32_t>(step.head.N - N + n);
     Head<T> own = *head;
     own.step = model;
-    run_head_chains(pool, own, chains, features.data(), names.data());
+    run_head_chains(late.team, own, chains, features.data(), names.data());
     first = step.head.N - N;
   }
   for (int64_t i = 0; i < S * most; ++i) {
@@ -560,15 +525,10 @@ void check_head(const Step<T>& step, bool is_normed) {
   if (is_normed) head.step.layers[0].q_norm = head.step.layers[0].k_norm = nullptr;
   head.step.head = {lm_head.data(), kOwn, D};
   head.step.logits = logits.data();
-  LatePool pool;
-  Team<LatePool> team(pool);
-  run_head(team, head, features.data(), next.data());
-  auto check = [&](float value, int64_t r) {
-    bool fine = r < 2 ? std::isfinite(value) : r == 2 ? std::isnan(value) : value == -77;
-    expect(fine, shape<T>("head", {D, r, is_normed}));
-  };
-  for (int64_t i = 0; i < R * kOwn; ++i) check(logits[i], i / kOwn);
-  for (int64_t i = 0; i < R * D; ++i) check(to_float(next[i]), i / D);
+  LateTeam late;
+  run_head(late.team, head, features.data(), next.data());
+  expect_rows(logits, R, 2, live, shape<T>("head", {D, is_normed}));
+  expect_rows(next, R, 2, live, shape<T>("features of a head", {D, is_normed}));
   for (bool draws : {false, true}) check_chains(step, &head, draws);
 }
 
@@ -602,41 +562,59 @@ void check_gates(int64_t r, int64_t D, const Mix<T>& mix) {
   }
 }
 
+// The weights and pages of a small model of two layers, which are the same.
+template <typename T>
+struct SmallModel {
+  static constexpr int64_t R = 4, V = 21, N = 4, K = 2, H = 6, P = 3, C = 2;
+  int64_t D, F, num_heads;  // of `q`: queries alone, or keys and values too
+  Array<T> embed, q, kv, o, gate_up, down, norm, k, v;
+  Array<float> angles;
+
+  SmallModel(int64_t D, int64_t F, bool is_apart)
+      : D(D), F(F), num_heads(is_apart ? N : N + 2 * K), embed(matrix<T>(V, D)),
+        q(matrix<T>(num_heads * H, D)), kv(matrix<T>(2 * K * H, D)),
+        o(matrix<T>(D, N * H)), gate_up(matrix<T>(2 * F, D)), down(matrix<T>(D, F)),
+        norm(normal<T>(std::max(D, H))), k(normal<T>(P * C * K * H)),
+        v(normal<T>(P * C * K * H)), angles(normal<float>(R * (H / 2))) {}
+
+  Step<T> step(const int32_t* tokens, const int32_t* table, const int32_t* slots,
+               const int32_t* positions, int64_t live) {
+    StepLayer<T> layer{norm.data(), norm.data(), norm.data(), norm.data(),
+                       {q.data(), num_heads * H, D}, {o.data(), D, N * H},
+                       {gate_up.data(), 2 * F, D}, {down.data(), D, F}, k.data(),
+                       v.data()};
+    if (num_heads == N) layer.kv = {kv.data(), 2 * K * H, D};
+    Panels<T> head{embed.data(), V, D};
+    return {tokens, {nullptr, head}, {layer, layer}, norm.data(), head,
+            Rows{{table, 2, 2, P, C}, slots, positions, live}, angles.data(),
+            angles.data(), N, K, H, 0.4f, 1e-6f, {}, nullptr, nullptr};
+  }
+};
+
 // Checks two blocks of two rows, the second without pages, after context of the first:
 // in bounds; results are finite or NaN as they should. Then it checks two blocks, of
 // which one drafts in one slot and the other in both, with each kind of head.
 template <typename T>
 void check_blocks(int64_t D, int64_t F) {
-  constexpr int64_t R = 4, V = 21, Vd = 9, N = 4, K = 2, H = 6, P = 3, C = 2, rank = 5;
-  auto embed = matrix<T>(V, D), q = matrix<T>(N * H, D), kv = matrix<T>(2 * K * H, D);
-  auto o = matrix<T>(D, N * H), gate_up = matrix<T>(2 * F, D), down = matrix<T>(D, F);
+  constexpr int64_t R = 4, V = 21, Vd = 9, rank = 5;
+  SmallModel<T> model(D, F, true);
   auto fc = matrix<T>(D, 2 * D), lm_head = matrix<T>(Vd, D), out = matrix<T>(Vd, rank);
-  auto norm = normal<T>(std::max(D, H)), features = normal<T>(2 * 2 * D);
-  auto k = normal<T>(P * C * K * H), v = normal<T>(P * C * K * H), before = normal<T>(V * rank);
-  auto angles = normal<float>(R * (H / 2));
+  auto features = normal<T>(2 * 2 * D), before = normal<T>(V * rank);
   int32_t tokens[] = {0, V - 1, 3, 4}, slots[] = {0, 0, 1, 1}, positions[] = {2, 3, 0, 1};
   int32_t context[] = {0, 1}, table[] = {2, 0, 3, 3};
-  Table<T> rows{nullptr, {embed.data(), V, D}};
   auto logits = untouched<float>(R * Vd);
-  StepLayer<T> layer{norm.data(), norm.data(), norm.data(), norm.data(),
-                     {q.data(), N * H, D}, {o.data(), D, N * H},
-                     {gate_up.data(), 2 * F, D}, {down.data(), D, F}, k.data(), v.data(),
-                     {kv.data(), 2 * K * H, D}};
-  Step<T> blocks{tokens, rows, {layer, layer}, norm.data(), {lm_head.data(), Vd, D},
-                 Rows{table, slots, context, 2, 2, P, C, 2}, angles.data(), angles.data(),
-                 N, K, H, 0.4f, 1e-6f, {}, logits.data(), nullptr};
-  LatePool pool;
-  Team<LatePool> team(pool);
-  append_context(team, blocks, features.data(), Panels<T>{fc.data(), D, 2 * D}, norm.data());
+  Step<T> blocks = model.step(tokens, table, slots, context, 2);
+  blocks.head = {lm_head.data(), Vd, D};
+  blocks.logits = logits.data();
+  LateTeam late;
+  append_context(late.team, blocks, features.data(), Panels<T>{fc.data(), D, 2 * D},
+                 model.norm.data());
   blocks.rows.positions = positions;
   blocks.rows.live = R;
   auto hidden = untouched<T>(R * D);
-  run_blocks(team, blocks, 2, hidden.data());
-  auto check = [&](float value, int64_t r) {
-    expect(r < 2 ? std::isfinite(value) : std::isnan(value), shape<T>("blocks", {D, F, r}));
-  };
-  for (int64_t i = 0; i < R * D; ++i) check(to_float(hidden[i]), i / D);
-  for (int64_t i = 0; i < R * Vd; ++i) check(logits[i], i / Vd);
+  run_blocks(late.team, blocks, 2, hidden.data());
+  expect_rows(hidden, R, 2, R, shape<T>("blocks", {D, F}));
+  expect_rows(logits, R, 2, R, shape<T>("logits of blocks", {D, F}));
   int32_t anchors[] = {V - 1, 0}, counts[] = {1, 2}, drafts[] = {-7, -7, -7, -7};
   Array<int32_t> names(Vd);
   for (int64_t n = 0; n < Vd; ++n) names[n] = static_cast<int32_t>(V - 1 - n);
@@ -654,7 +632,7 @@ void check_blocks(int64_t D, int64_t F) {
     SomeDraws how(2, Vd);
     for (bool draws : {false, true}) {
       chains.draws = draws ? how.draws(V, true) : Draws{};
-      run_slots(team, known, product, head, chains);
+      run_slots(late.team, known, product, head, chains);
       for (int i = 0; i < 4; ++i) {
         bool fine = i == 1 ? drafts[i] == 0 : drafts[i] >= V - Vd && drafts[i] < V;
         expect(fine, shape<T>("slots", {D, head.w.N, i, draws}));
@@ -669,37 +647,23 @@ void check_blocks(int64_t D, int64_t F) {
 // are finite or NaN as they should be.
 template <typename T>
 void check_step(int64_t D, int64_t F) {
-  constexpr int64_t R = 4, live = 3, V = 21, N = 4, K = 2, H = 6, P = 3, C = 2, L = 2;
-  auto embed = matrix<T>(V, D), qkv = matrix<T>((N + 2 * K) * H, D), o = matrix<T>(D, N * H);
-  auto gate_up = matrix<T>(2 * F, D), down = matrix<T>(D, F);
-  auto norm = normal<T>(std::max(D, H)), angles = normal<float>(R * (H / 2));
-  auto k = normal<T>(P * C * K * H), v = normal<T>(P * C * K * H);
+  constexpr int64_t R = 4, live = 3, V = 21, L = 2;
+  SmallModel<T> model(D, F, false);
   int32_t tokens[] = {0, V - 1, 3, 1 << 30}, slots[] = {0, 0, 1, -5};
   int32_t positions[] = {1, 2, 0, 99}, table[] = {2, 0, 3, 3};
   auto logits = untouched<float>(R * V);
   auto features = untouched<T>(R * 2 * D);
-  Panels<T> head{embed.data(), V, D};
-  StepLayer<T> layer{norm.data(), norm.data(), norm.data(), norm.data(),
-                     {qkv.data(), (N + 2 * K) * H, D}, {o.data(), D, N * H},
-                     {gate_up.data(), 2 * F, D}, {down.data(), D, F}, k.data(), v.data()};
-  Step<T> step{tokens, {nullptr, head}, {layer, layer}, norm.data(), head,
-               Rows{table, slots, positions, 2, 2, P, C, live}, angles.data(),
-               angles.data(), N, K, H, 0.4f, 1e-6f, {L, 0}, logits.data(),
-               features.data()};
-  LatePool pool;
-  Team<LatePool> team(pool);
-  run_step(team, step);
-  for (int64_t i = 0; i < R * V; ++i) {
-    int64_t r = i / V;
-    bool fine = r < 2    ? std::isfinite(logits[i])
-                : r == 2 ? std::isnan(logits[i])
-                         : logits[i] == -77;
-    expect(fine, shape<T>("step", {D, F, i}));
-  }
+  Step<T> step = model.step(tokens, table, slots, positions, live);
+  step.taps = {L, 0};
+  step.logits = logits.data();
+  step.features = features.data();
+  LateTeam late;
+  run_step(late.team, step);
+  expect_rows(logits, R, 2, live, shape<T>("step", {D, F}));
   for (int64_t d = 0; d < D; ++d) {
-    float entry = to_float(features[D + d]), word = to_float(embed[d / kWord<T> * kPanel *
-                                                             kWord<T> + d % kWord<T>]);
-    expect(entry == word, shape<T>("features", {D, F, d}));
+    int64_t at = d / kWord<T> * kPanel * kWord<T> + d % kWord<T>;
+    expect(to_float(features[D + d]) == to_float(model.embed[at]),
+           shape<T>("features", {D, F, d}));
   }
   const Head<T>* none = nullptr;
   for (bool draws : {false, true}) check_chains(step, none, draws);
@@ -828,9 +792,8 @@ void overrun() {
   float sums[2 * 2 * kPanel];
   SideBySide<float> rows(2, 32);
   std::vector<float> scratch(kMostRows<float> * 32);
-  const float* none = nullptr;
   rows.begin(2, 32);
-  set_group(x.data(), none, 32, 0.0f, 0, scratch.data(), rows);
+  set_group(Input<float>{x.data(), nullptr, 0.0f, 2}, 32, 0, scratch.data(), rows);
   multiply(rows.group(0, 2), w.data(), 2, rows.words(), sums, 2 * kPanel);
 }
 

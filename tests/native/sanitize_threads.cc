@@ -62,7 +62,8 @@ template <int64_t N, int64_t K, int64_t R>
 bool attends_to_halves(const Rows& rows) {
   constexpr int64_t H = 16;
   std::vector<bf16> heads(R * (N + 2 * K) * H, to_bf16(0.5f)), norm(H, to_bf16(1.0f));
-  std::vector<bf16> k(rows.num_pages * rows.page_size * K * H, to_bf16(0.25f));
+  const int64_t places = rows.table.num_pages * rows.table.page_size;
+  std::vector<bf16> k(places * K * H, to_bf16(0.25f));
   std::vector<bf16> v(k.size(), to_bf16(0.5f)), out(R * N * H);
   std::vector<float> angles(R * H / 2, 0.5f);
   Layer<bf16> layer{heads.data(), norm.data(), norm.data(), angles.data(),
@@ -81,7 +82,7 @@ bool attends_to_halves(const Rows& rows) {
 // Checks that heads use their own parts of the pages, of the result and of the scratch.
 bool heads_are_apart() {
   int32_t table[] = {1, 0}, slots[] = {0, 0, 0}, positions[] = {0, 1, 2};
-  return attends_to_halves<16, 8, 3>({table, slots, positions, 1, 2, 2, 4, 3});
+  return attends_to_halves<16, 8, 3>({{table, 1, 2, 2, 4}, slots, positions, 3});
 }
 
 // Checks that workers attend to ranges of keys under one head, and that one of them
@@ -89,7 +90,7 @@ bool heads_are_apart() {
 bool ranges_are_apart() {
   constexpr int32_t C = 3 * kRange;
   int32_t table[] = {0}, slots[] = {0, 0}, positions[] = {C - 2, C - 1};
-  return attends_to_halves<2, 1, 2>({table, slots, positions, 1, 1, 1, C, 2});
+  return attends_to_halves<2, 1, 2>({{table, 1, 1, 1, C}, slots, positions, 2});
 }
 
 // Runs loop after loop on one team, in which threads read the results of other threads.
@@ -115,7 +116,7 @@ bool steps_are_alike() {
                            k.data(), v.data()};
     Panels<float> head{embed.data(), V, D};
     Step<float> step{tokens, {nullptr, head}, {layer, layer}, norm.data(), head,
-                     Rows{table, slots, positions, 1, P, P, C, R}, angles.data(),
+                     Rows{{table, 1, P, P, C}, slots, positions, R}, angles.data(),
                      angles.data(), N, K, H, 0.25f, 1e-6f, {}, logits.data(), nullptr};
     Threads threads;
     Team<Threads> team(threads);

@@ -139,7 +139,6 @@ def main() -> None:
 HERE = pathlib.Path(__file__).parent
 HEADERS = pathlib.Path(build.__file__).parent
 MEMORY = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O0")
-MEMORY += ("-DSPEC_JAX_NO_ASSEMBLY",)  # sanitizers cannot see into it
 RACES = ("-fsanitize=thread", "-O1", "-pthread")
 
 
