@@ -1,30 +1,54 @@
 """The exact law of what an acceptance rule commits, over tiny vocabularies.
 
-Every chain that a drafter may draw, and every outcome of the uniforms, is given to the
-rule as it is (jitted, in float32); their probabilities are summed in float64. A uniform
-is put just below its probability, where it succeeds, or on it, where it fails. Only the
-draw of the target's token is not enumerated, but taken from its weights: a Gumbel
-argmax draws in proportion to them, which `tests/rules/test_sampling.py` checks.
+Every tree of tokens that a drafter may draw, of which a chain is one, and every outcome
+of the uniforms, is given to the rule as it is (jitted, in float32); their probabilities
+are summed in float64. A uniform is put just below its probability, where it succeeds,
+or on it, where it fails. Only the draw of the target's token is not enumerated, but
+taken from its weights: a Gumbel argmax draws in proportion to them, which
+`tests/rules/test_sampling.py` checks.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spec_jax.rules import acceptance
+from spec_jax.rules import acceptance, multi_path, traversal, tree_acceptance
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A rule under test: how it decides, and by which probabilities."""
+    """A rule under test: how it decides, and by which probabilities.
+
+    Attributes:
+      is_of_trees: both functions take trees, and not chains.
+      widest: trees are padded to so many nodes, by some that were not drafted, to share
+        a program; 0: they are not, as where a rule depends on the shape.
+    """
 
     accept: Callable
     probabilities: Callable
+    is_of_trees: bool = False
+    widest: int = 0
+
+
+DEEPEST = 3
+
+
+def _of_trees(accept: Callable, probabilities: Callable, **how) -> Rule:
+    """Returns a rule of trees, whose functions take the same arguments."""
+    names = "tokens parents draft_probs target_probs num_drafted wanted".split()
+
+    def of(*told):
+        given = dict(zip(names, told, strict=True))
+        return probabilities(tree_acceptance.Drafted(**given, depth_max=DEEPEST))
+
+    accept = functools.partial(accept, depth_max=DEEPEST)
+    return Rule(accept=accept, probabilities=of, is_of_trees=True, **how)
 
 
 REJECTION = Rule(
@@ -34,6 +58,19 @@ BLOCK = Rule(
     accept=acceptance.accept_block, probabilities=acceptance.block_probabilities
 )
 RULES = {"rejection": REJECTION, "block": BLOCK}
+OF_TREES = {
+    "rejection": _of_trees(
+        tree_acceptance.accept_tree, tree_acceptance.tree_probabilities, widest=6
+    ),
+    "block": _of_trees(
+        traversal.accept_traversal,
+        lambda tree: traversal.traversal_probabilities(tree)[0],
+        widest=6,
+    ),
+    "multipath": _of_trees(
+        multi_path.accept_multi_path, multi_path.multi_path_probabilities
+    ),
+}
 
 ROUNDING = 1e-6
 """The total variation that sums in float32 may cause."""
@@ -41,35 +78,36 @@ ROUNDING = 1e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """Two tiny models: next-token probabilities after every prefix.
+    """A tree, and two tiny models: next-token probabilities after every prefix.
 
     Entry `i` of a table is `[V] * i + [V]` float32: the row after each prefix of length
-    `i`. `truth` and `target` have `gamma + 1` entries, the others `gamma`.
+    `i`. `truth` and `target` have an entry more than the tree is deep, the others not.
 
     Attributes:
+      parents: of each node, its parent's column.
       truth: the target's true probabilities.
       target: the target's probabilities that the rule is told.
       drawn: the probabilities that drafts are drawn from.
       draft: the draft's probabilities that the rule is told.
+      is_certain: drafts are the most probable tokens; the rule is told no draft rows.
+      with_replacement: siblings are drawn with replacement, as "multipath" needs them.
     """
 
+    parents: tuple[int, ...]
     truth: list[np.ndarray]
     target: list[np.ndarray]
     drawn: list[np.ndarray]
     draft: list[np.ndarray]
-
-    @property
-    def gamma(self) -> int:
-        return len(self.drawn)
-
-    @property
-    def vocab_size(self) -> int:
-        return self.truth[0].shape[0]
+    is_certain: bool = False
+    with_replacement: bool = False
 
 
-def honest(target: list[np.ndarray], draft: list[np.ndarray]) -> Case:
-    """Returns the case in which the rule is told the true probabilities."""
-    return Case(truth=target, target=target, drawn=draft, draft=draft)
+def honest(target: list[np.ndarray], draft: list[np.ndarray], parents=None, **kinds):
+    """Returns the case in which the rule is told the true probabilities, by default of
+    a chain."""
+    parents = tuple(range(len(draft))) if parents is None else parents
+    told = {"truth": target, "target": target, "drawn": draft, "draft": draft}
+    return Case(parents=parents, **told, **kinds)
 
 
 def table(rows: Callable, vocab_size: int, depth: int) -> list[np.ndarray]:
@@ -78,18 +116,6 @@ def table(rows: Callable, vocab_size: int, depth: int) -> list[np.ndarray]:
         np.asarray(rows(vocab_size**i), np.float32).reshape((vocab_size,) * (i + 1))
         for i in range(depth)
     ]
-
-
-def _rows(entries: list[np.ndarray], chains: np.ndarray) -> np.ndarray:
-    """Returns the rows along each chain, `[chains, entries, V]`."""
-    along = [entry[tuple(chains[:, :i].T)] for i, entry in enumerate(entries)]
-    shape = (len(chains), entries[0].shape[0])
-    return np.stack([np.broadcast_to(rows, shape) for rows in along], axis=1)
-
-
-def _at(rows: np.ndarray, chains: np.ndarray) -> np.ndarray:
-    """Returns each row's value of the chain's next token, `[chains, entries]`."""
-    return np.take_along_axis(rows, chains[:, :, None], axis=-1)[..., 0]
 
 
 def _normalised(rows: np.ndarray) -> np.ndarray:
@@ -108,31 +134,54 @@ def continuations(entries: list[np.ndarray]) -> list[np.ndarray]:
     return laws[::-1]
 
 
-@functools.lru_cache(maxsize=64)
-def _evaluate(rule: Rule):
-    """Returns a jitted function: the rule on all chains and outcomes of uniforms."""
+def drawn_trees(case: Case) -> Iterator[tuple]:
+    """Yields `(chance, tokens, rows of draft and target by column)`."""
+    V = len(case.target[0])
+    # After the deepest nodes nothing is drafted.
+    rows = [*case.draft, np.full_like(case.target[-1], 1 / V)]
+    for tokens in itertools.product(range(V), repeat=len(case.parents)):
+        prefixes, chance, drawn = [()], 1.0, {}
+        for token, parent in zip(tokens, case.parents, strict=True):
+            prefixes.append((*prefixes[parent], token))
+            row = case.drawn[len(prefixes[parent])][prefixes[parent]].astype(np.float64)
+            before = drawn.setdefault(parent, [])
+            if case.is_certain:  # The next in rank is certain.
+                chance *= token == np.argsort(-row)[len(before)]
+            else:
+                if not case.with_replacement:
+                    row[before] = 0
+                chance *= row[token] / row.sum()
+            before.append(token)
+        if chance:
+            target = np.stack([case.target[len(p)][p] for p in prefixes])
+            draft = np.stack([rows[len(p)][p] for p in prefixes[:-1]])
+            yield chance, tokens, draft, target
 
-    def one(chain, draft, target, num_drafted, succeeds):
-        probabilities = rule.probabilities(chain, draft, target, num_drafted)
+
+@functools.lru_cache(maxsize=64)
+def _evaluate(rule: Rule, is_certain: bool):
+    """Returns a jitted function: the rule on all trees and outcomes of uniforms."""
+
+    def one(parents, wanted, tokens, draft, target, number, succeeds):
+        told = tokens, None if is_certain else draft, target, number
+        if rule.is_of_trees:
+            told = (tokens, parents, *told[1:], wanted)
+        probabilities = rule.probabilities(*told)
         below = jnp.maximum(jnp.nextafter(probabilities.keep, jnp.float32(-1)), 0)
         uniforms = jnp.where(succeeds, below, probabilities.keep)
-        noise = jnp.zeros(draft.shape[-1], jnp.float32)
-        outcome = rule.accept(
-            chain, draft, target, num_drafted, uniforms=uniforms, noise=noise
-        )
-        return outcome, probabilities.keep, probabilities.own[outcome.num_accepted]
+        noise = jnp.zeros(target.shape[-1], jnp.float32)
+        outcome = rule.accept(*told, uniforms=uniforms, noise=noise)
+        last = outcome.num_accepted
+        if rule.is_of_trees:
+            last = jnp.append(0, outcome.path)[last]
+        own = probabilities.own[last]
+        # The target's row at the limit; and in a chain, where rounding alone rejects.
+        is_whole = outcome.num_accepted >= wanted if rule.is_of_trees else ~own.any()
+        own = jnp.where(is_whole, target[last], own)
+        return outcome, probabilities.keep, own
 
-    over_uniforms = jax.vmap(one, in_axes=(None, None, None, None, 0))
-    return jax.jit(jax.vmap(over_uniforms, in_axes=(0, 0, 0, 0, None)))
-
-
-def _all(values, length: int) -> np.ndarray:
-    return np.asarray(list(itertools.product(values, repeat=length)))
-
-
-def all_chains(case: Case) -> np.ndarray:
-    """Returns every chain that a drafter may draw, `[chains, gamma]`."""
-    return _all(range(case.vocab_size), case.gamma)
+    over_uniforms = jax.vmap(one, in_axes=(None,) * 6 + (0,))
+    return jax.jit(jax.vmap(over_uniforms, in_axes=(None,) * 2 + (0,) * 4 + (None,)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,21 +189,9 @@ class Outcomes:
     """All `[n]` outcomes of a round that are possible."""
 
     mass: np.ndarray  # [n] float64, the probability of each outcome
-    tokens: np.ndarray  # [n, gamma + 1]; the first `counts` were drafted
+    tokens: np.ndarray  # [n, D + 1]; the first `counts` were drafted
     counts: np.ndarray  # [n]
     own: np.ndarray  # [n, V] float64, weights of the own token
-
-    @classmethod
-    def possible(cls, chances, keep, patterns, outcomes, own) -> "Outcomes":
-        """Returns what is possible of `chances [drafts]` and `patterns` of uniforms.
-        The others are arrays of drafts by patterns, and so are all of `outcomes`."""
-        keep = keep.astype(np.float64)
-        mass = chances[:, None] * np.where(patterns, keep, 1 - keep).prod(axis=-1)
-        at = np.nonzero(mass)
-        counts = outcomes.num_accepted[at]
-        return cls(
-            mass=mass[at], tokens=outcomes.tokens[at], counts=counts, own=own[at]
-        )
 
     @property
     def mean(self) -> float:
@@ -176,56 +213,55 @@ class Outcomes:
         return law
 
 
-def outcomes(rule: Rule, case: Case, num_drafted: int | Callable) -> Outcomes:
-    """Returns what a rule may commit in a case.
-
-    Args:
-      num_drafted: how many drafts are verified, or a function of the drafted chain.
-    """
-    chains = all_chains(case)
+def outcomes(rule: Rule, case: Case, num_drafted=None, *, wanted=9):
+    """Returns the `Outcomes` of a rule in a case; `num_drafted` drafts are verified, or
+    as many as a function of all tokens says."""
     if not callable(num_drafted):
-        num_drafted = lambda chain, constant=num_drafted: constant
-    num_drafted = np.array([num_drafted(chain) for chain in chains], np.int32)
-    patterns = _all((True, False), case.gamma)
-    target = _rows(case.target, chains)
-    told = chains.astype(np.int32), _rows(case.draft, chains), target, num_drafted
-    outcomes, keep, own = jax.device_get(_evaluate(rule)(*told, patterns))
-    chance = np.prod(_at(_normalised(_rows(case.drawn, chains)), chains), axis=-1)
-    # Only patterns where uniforms past the drafts succeed count: none may be read.
-    is_real = (np.arange(case.gamma) < num_drafted[:, None])[:, None]
-    keep = np.where(is_real, keep, 1.0)
-    # No weight is left where rounding alone rejects: the target's row.
-    rejected = np.take_along_axis(target, outcomes.num_accepted[..., None], axis=1)
-    own = np.where(own.any(axis=-1, keepdims=True), own, rejected)
-    return Outcomes.possible(chance, keep, patterns, outcomes, own)
+        count = len(case.parents) if num_drafted is None else num_drafted
+        num_drafted = lambda tokens: count
+    chances, *drawn = map(np.array, zip(*drawn_trees(case), strict=True))
+    drawn.append(np.array(list(map(num_drafted, drawn[0].tolist()))))
+    size = rule.widest or len(case.parents)
+    # Trees that are added have no chance.
+    rest = (0, rule.widest and len(case.target[0]) ** size - len(chances))
+    more = ((0, size - len(case.parents)), (0, 0))
+    tokens, draft, target, number = (
+        np.pad(x, (rest, *more[: x.ndim - 1]), mode="edge") for x in drawn
+    )
+    patterns = np.array(list(itertools.product((True, False), repeat=size)))
+    outcome, keep, own = jax.device_get(
+        _evaluate(rule, case.is_certain)(
+            np.pad(case.parents, more[0]).astype(np.int32),
+            *(jnp.int32(wanted), tokens.astype(np.int32)),
+            *(draft.astype(np.float32), target.astype(np.float32)),
+            *(number.astype(np.int32), patterns),
+        )
+    )
+    keep = keep.astype(np.float64)
+    mass = np.pad(chances, rest)[:, None]
+    mass = mass * np.where(patterns, keep, 1 - keep).prod(axis=-1)
+    at = np.nonzero(mass)
+    found = {"tokens": outcome.tokens, "counts": outcome.num_accepted, "own": own}
+    return Outcomes(mass=mass[at], **{name: x[at] for name, x in found.items()})
 
 
-def bias(rule: Rule, case: Case, num_drafted: int | Callable | None = None) -> float:
+def bias(rule: Rule, case: Case, num_drafted=None, **how) -> float:
     """Returns the total variation between the committed law and the target's own."""
-    num_drafted = case.gamma if num_drafted is None else num_drafted
-    law = outcomes(rule, case, num_drafted).law(case.truth)
-    gap = law - continuations(case.truth)[0]
-    return 0.5 * np.abs(gap).sum()
+    law = outcomes(rule, case, num_drafted, **how).law(case.truth)
+    return 0.5 * np.abs(law - continuations(case.truth)[0]).sum()
 
 
 def mean_by_theory(rule: Rule, case: Case) -> float:
-    """Returns the mean number of accepted drafts: a sum over the drafted prefixes. One
-    by one, a prefix stays with the product of `min(1, target / draft)`. As a block it
-    does with `p_i = min(1, p_{i-1} * target / draft)`, by Sun et al. (2024)."""
+    """Returns the mean number of accepted drafts of a chain: the sum of the chances by
+    which prefixes stay. One by one, a prefix stays with the product of `min(1, target /
+    draft)`. As a block it does with `p_i = min(1, p_{i-1} * target / draft)`, by Sun et
+    al. (2024)."""
     total = 0.0
-    for length in range(1, case.gamma + 1):
-        chains = _all(range(case.vocab_size), length)
-        target, draft = (
-            _at(_normalised(_rows(entries[:length], chains)), chains)
-            for entries in (case.target, case.draft)
-        )
-        stays = np.ones(len(chains))
-        for t, d in zip(target.T, draft.T, strict=True):
-            # A prefix that is never drafted counts 0, whatever its ratio.
-            ratio = t / np.where(d > 0, d, 1)
-            one_by_one = stays * np.minimum(1, ratio)
-            stays = np.minimum(1, stays * ratio) if rule is BLOCK else one_by_one
-        total += (draft.prod(axis=-1) * stays).sum()
+    for chance, tokens, draft, target in drawn_trees(case):
+        stays, at = 1.0, np.arange(len(tokens))
+        for ratio in _normalised(target)[at, tokens] / _normalised(draft)[at, tokens]:
+            stays = min(1, stays * ratio) if rule is BLOCK else stays * min(1, ratio)
+            total += chance * stays
     return total
 
 
@@ -260,7 +296,7 @@ KINDS = {
 
 
 def make_case(kind: str, rng, vocab_size: int, gamma: int) -> Case:
-    """Returns a case of one of `KINDS`."""
+    """Returns a chain of one of `KINDS`."""
     of_target, of_draft = KINDS[kind]
     target = table(_rows_of(of_target, rng, vocab_size), vocab_size, gamma + 1)
     draft = table(_rows_of(of_draft, rng, vocab_size), vocab_size, gamma)
