@@ -119,62 +119,46 @@ def both(first, second):
 NO_PAGE = lambda kv: kv.num_pages
 BROKEN = {
     make_cache: {
-        "a page lost, another held twice": (
+        "a page lost, another held twice":
             at("page_table", (0, 0), lambda kv: kv.page_table[1, 0]),
-            "pages lost: .*; pages held twice: "),
-        "a free page that is owned": (
-            at("free_pages", 0, lambda kv: kv.page_table[2, 0]), "pages held twice: "),
-        "a page lost from the stack": (
+        "a free page that is owned":
+            at("free_pages", 0, lambda kv: kv.page_table[2, 0]),
+        "a page lost from the stack":
             both(at("num_free", (), 5), at("free_pages", 5, NO_PAGE)),
-            r"pages lost: \[\d+\]; pages held twice: \[\]"),
-        "a stale table entry": (
+        "a stale table entry":
             at("page_table", (1, 1), lambda kv: kv.free_pages[0]),
-            "slot 1: stale entries past its 1 pages"),
-        "a stale stack entry": (at("num_free", (), 5), "stale .* the 5 free pages"),
-        "a page that does not exist": (
-            at("page_table", (0, 1), NO_PAGE), "pages lost: "),
-        "num_free out of range": (at("num_free", (), 105), "num_free=105 is outside"),
-        "too many pages owned": (at("num_owned", 1, 6), "slot 1 owns 6 of 5 pages"),
-        "length past the pages": (
-            at("length", 1, 5), "slot 1: length 5 exceeds its 1 pages of 4"),
-        "negative length": (at("length", 1, -1), "slot 1: length -1 "),
-        "a slot without a page": (
+        "a stale stack entry": at("num_free", (), 5),
+        "a page that does not exist": at("page_table", (0, 1), NO_PAGE),
+        "num_free out of range": at("num_free", (), 105),
+        "too many pages owned": at("num_owned", 1, 6),
+        "length past the pages": at("length", 1, 5),
+        "negative length": at("length", 1, -1),
+        "a slot without a page":
             both(at("num_owned", 2, 0), at("page_table", (2, 0), NO_PAGE)),
-            "slot 2 holds no page"),
     },
     make_shared: {
-        "an owner too many": (
-            at("counts", lambda kv: kv.page_table[0, 0], 3),
-            r"pages \[\d\] have \[2\] owners, and \[3\] are counted"),
-        "an owner of a free page": (
-            at("counts", lambda kv: kv.free_pages[0], 1),
-            r"pages \[\d+\] have \[0\] owners, and \[1\] are counted"),
-        "a free page that is shared": (
-            at("free_pages", 0, lambda kv: kv.page_table[0, 0]), "pages held twice: "),
-        "a page of others that is not full": (
-            at("length", 1, 6),
-            "slot 1 of length 6 would write into page .* which 2 slots hold"),
+        "an owner too many": at("counts", lambda kv: kv.page_table[0, 0], 3),
+        "an owner of a free page": at("counts", lambda kv: kv.free_pages[0], 1),
+        "a free page that is shared":
+            at("free_pages", 0, lambda kv: kv.page_table[0, 0]),
+        "a page of others that is not full": at("length", 1, 6),
     },
     make_static: {
-        "exchanged pages": (
+        "exchanged pages":
             lambda kv: kv.replace(page_table=kv.page_table[jnp.array([1, 0, 2])]),
-            r"slots \[0, 1\] do not own their own pages"),
-        "a length past the slot": (
-            at("length", 1, 21), "slot 1: length 21 exceeds its 5 pages of 4"),
+        "a length past the slot": at("length", 1, 21),
     },
 }  # fmt: skip
-CASES = {
-    fault: (make, *BROKEN[make][fault]) for make in BROKEN for fault in BROKEN[make]
-}
+CASES = {fault: make for make in BROKEN for fault in BROKEN[make]}
 
 
 @pytest.mark.parametrize("fault", CASES)
-def test_broken_tables_are_reported(fault):
-    """Fails if `check_integrity` does not notice this fault, or names another."""
-    make, spoil, message = CASES[fault]
-    page_tables.check_integrity(make())
-    with pytest.raises(ValueError, match=message):
-        page_tables.check_integrity(spoil(make()))
+def test_broken_tables_are_seen(fault):
+    """Fails if `check_integrity` does not notice this fault."""
+    made = CASES[fault]()
+    page_tables.check_integrity(made)
+    with pytest.raises(AssertionError):
+        page_tables.check_integrity(BROKEN[CASES[fault]][fault](made))
 
 
 NOWHERE = np.iinfo(np.int32).max
