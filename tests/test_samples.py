@@ -17,8 +17,6 @@ from slow_cases import slow, slow_but
 import spec_jax as sj
 from spec_jax import run as run_lib, testing
 from spec_jax.drafters import slots
-from spec_jax.engine import held
-from spec_jax.paging import allocator
 from spec_jax.rules import settings as settings_lib
 
 
@@ -119,32 +117,11 @@ def test_samples_are_those_of_decoding(lm, case):
             testing.assert_same_bits(one.drawn_log_probs, other.drawn_log_probs)
 
 
-def spoilt_share(kv, source, slot, length, *, real=allocator.share):
-    """Plants a fault: keys in the copy of the last page are zeros."""
-    kv = real(kv, source, slot, length)
-    page = kv.page_table[slot, length // kv.page_size]
-    return kv.replace(k=tuple(k.at[page].set(0) for k in kv.k))
-
-
-def a_token_too_many(self, wanted, other):
-    """Plants a fault: tokens that differ count as alike."""
-    return min(len(wanted), len(other), len(PREFIX) + 5)
-
-
 @pytest.mark.slow
-def test_keys_and_values_are_those_of_decoding(lm, monkeypatch):
-    """Compares K/V of all layers, read through the table, and hashes of all logits.
-    Negative control: it sees each fault, in programs of another page size."""
+def test_keys_and_values_are_those_of_decoding(lm):
+    """Compares K/V of all layers, read through the table, and hashes of all logits."""
     settings = SHORT | {"gamma": 3, "prefix": PREFIX}
     assert sj.check_lossless(lm, PROMPTS, n=2, **settings)
-    for page_size, fault in (
-        (8, (held.Held, "_alike", a_token_too_many)),
-        (16, (allocator, "share", spoilt_share)),
-    ):
-        with monkeypatch.context() as planted:
-            planted.setattr(*fault)
-            how = settings | {"page_size": page_size}
-            assert not sj.check_lossless(lm, PROMPTS, **how)
 
 
 DRAFTERS = {
