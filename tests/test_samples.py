@@ -127,7 +127,7 @@ def test_keys_and_values_are_those_of_decoding(lm):
 DRAFTERS = {
     "draft model": {},
     "head": {"drafter": "eagle3", "draft": tiny_pair.write_head},
-    "block": {"drafter": "dspark", "draft": tiny_pair.write_block},
+    "block": {"drafter": "dspark", "draft": tiny_pair.WRITE_HEAD["dspark"]},
     "hybrid": {"drafter": "hybrid"},
     "tree": {"gamma": sj.Tree.parse("2x2:3")},
 }

@@ -192,6 +192,10 @@ RULES = (
              f"rules/test_tree_law.py::{_LAW}[{rule}-{shape}]")
       for few, rule, shape in ((0, "rejection", "2x2"), (0.5, "block", "2x2"),
                                   (0.9, "multipath", "2-1-1"))),
+    Mutant("a bonus is drawn from the row before",
+           "rules.acceptance:rejection_probabilities", "residual(target_probs,",
+           "residual(target_probs.at[num_drafted].set(target_probs[num_drafted - 1]),",
+           "rules/test_acceptance.py::test_the_law_is_the_targets[rejection-random-3-2]"),
     Mutant("a draft that was drafted past the vocabulary is certain",
            "rules.acceptance:_of_drafts", "fill_value=0", "fill_value=2",
            "engine/test_liars.py::test_no_proposal_makes_the_output_wrong"

@@ -51,29 +51,29 @@ def share(kv, slot, source, length):
     return allocator.share(kv, source, slot, length)
 
 
+def each(operation):
+    return lambda kv, numbers, asked, **how: operation(kv, numbers, asked=asked, **how)
+
+
 OF_SEVERAL = {
     "append": append,
-    "reserve_each": lambda kv, *given: allocator.reserve_each(
-        kv, given[0], asked=given[1]
-    ),
-    "extend_each": lambda kv, *given: allocator.extend_each(
-        kv, given[0], asked=given[1]
-    ),
-    "truncate": lambda kv, *given, **how: allocator.truncate_each(
-        kv, given[0], asked=given[1], **how
-    ),
+    "reserve_each": each(allocator.reserve_each),
+    "extend_each": each(allocator.extend_each),
+    "truncate": each(allocator.truncate_each),
 }
 """Operations on all slots at once: their numbers, `[S]`, and which slots are asked."""
 OF_ONE = {"reserve": allocator.reserve, "extend": allocator.extend, "share": share}
-WITH_KERNELS = {"append", "truncate"}
 
 
 @functools.cache
 def compiled(impl: str) -> dict:
     """Returns all operations, compiled."""
-    how = {name: {"impl": impl} if name in WITH_KERNELS else {} for name in OF_SEVERAL}
-    several = {name: functools.partial(OF_SEVERAL[name], **how[name]) for name in how}
-    return {name: jax.jit(function) for name, function in (several | OF_ONE).items()}
+    with_kernels = {
+        name: functools.partial(OF_SEVERAL[name], impl=impl)
+        for name in ("append", "truncate")
+    }
+    every = OF_SEVERAL | OF_ONE | with_kernels
+    return {name: jax.jit(function) for name, function in every.items()}
 
 
 class Model:

@@ -5,6 +5,8 @@
 
 import collections
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import page_tables
 import paged_walk
@@ -93,7 +95,8 @@ def test_a_cache_that_counts_no_owners_shares_no_page():
 def test_pages_return_in_the_order_of_a_stack():
     """Fails if rollback and re-reservation wander through the pool: the page that was
     freed last must be the next one handed out."""
-    state = allocator.reserve(paged_walk.Walk({}).kv, 0, 9)
+    kv = jax.tree.map(jnp.asarray, paged_walk.Walk({}).kv)
+    state = allocator.reserve(kv, 0, 9)
     kv = page_tables.truncate(allocator.extend(state, 0, 9), 0, 1)
     kv = allocator.reserve(kv, 0, 9)
     np.testing.assert_array_equal(kv.page_table, state.page_table)
