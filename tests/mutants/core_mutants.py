@@ -78,8 +78,8 @@ KERNELS = (
            "jax.lax.optimization_barrier(positions)",
            "jax.lax.optimization_barrier(jnp.roll(positions, 1))",
            f"{_CONTRACT}[float32-native]"),
-    Mutant("rows read the keys of another slot", "native.steps:Model.run",
-           "where = rows.tokens, rows.slots,", "where = rows.tokens, 0 * rows.slots,",
+    Mutant("a row reads the keys of another row's slot", "native.steps:Model.run",
+           "where = rows.tokens, rows.slots,", "where = rows.tokens, rows.slots[::-1],",
            "model/test_rows.py::test_rows_do_not_depend_on_their_place_or_neighbours"
            "[bfloat16-native-qwen2]"),
     Mutant("two keys of a branch are exchanged", "tree:layout",

@@ -60,6 +60,14 @@ SCHEDULES = (
     Mutant("all drafts are verified, whatever the schedule says", "engine.round:_draft",
            "proposal.replace(num_drafted=num_drafted)", "proposal",
            "engine/test_policies.py::test_a_scheduled_batch_is_as_decoded"),
+    Mutant("a policy is told that all drafts were kept", "engine.commit:update_policy",
+           "info.outcome.num_accepted", "info.proposal.num_drafted",
+           "engine/test_policies.py::"
+           "test_a_policy_is_told_of_every_round_of_its_slot[goodput]"),
+    Mutant("a round without a kept draft is not counted",
+           "gamma.goodput:Goodput.update", "num_verified > 0", "num_accepted > 0",
+           "test_gamma.py::"
+           "test_whatever_happens_choices_and_states_stay_in_range[goodput]"),
     Mutant("a schedule is not told what a round brought", "engine.round:run_round",
            "commit_lib.settle(speculator.gamma_policy, slots, info)", "slots",
            "engine/test_policies.py::"
@@ -137,6 +145,13 @@ DRAFTERS = (
           ("a row too many is kept", "start + 1 + num_kept", "start + 2 + num_kept"),
           ("another path is kept", "path, num_kept, start", "path + 1, num_kept, start")
       )),
+    Mutant("the last match is taken for the first",
+           "drafters.ngram:PromptLookup.propose", 'self.match == "first"', "False",
+           "drafters/test_lookups.py::"
+           "test_drafts_are_those_of_a_search[first-stop_ids1]"),
+    Mutant("a match reaches over generations", "drafters.suffix:remember",
+           "[suffix_match.NONE, *generation]", "generation",
+           "drafters/test_lookups.py::test_counts_are_those_of_a_suffix_tree[1]"),
     Mutant("a hybrid asks the draft model where statistics are sure",
            "drafters.hybrid:SlotHybrid.propose", "jnp.where(is_sure, 0, gamma)",
            "gamma", "drafters/test_choice.py::"
