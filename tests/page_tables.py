@@ -21,39 +21,40 @@ def shuffled(kv: cache.PagedKV, rng: np.random.Generator) -> cache.PagedKV:
 
 
 def check_integrity(kv: cache.PagedKV) -> None:
-    """Asserts that every page is free or owned by exactly one slot.
+    """Raises `AssertionError` unless every page is free or owned by exactly one slot.
 
     In a cache that counts owners a page has as many as are counted; if these are
     several, all its positions are valid in each. In a static cache every slot owns its
     own stretch of pages, in order.
     """
-    table, owned, length = map(np.asarray, (kv.page_table, kv.num_owned, kv.length))
-    P, places = kv.num_pages, np.arange(table.shape[1])
+    table, stack = np.asarray(kv.page_table), np.asarray(kv.free_pages)
+    owned, length = np.asarray(kv.num_owned), np.asarray(kv.length)
+    num_free, P, places = int(kv.num_free), kv.num_pages, np.arange(table.shape[1])
     if not kv.has_shared_pool:
         own = np.arange(P).reshape(kv.num_slots, -1)
         own = own[:, places % own.shape[1]]
-        assert (table == own).all(), "slots do not own their own pages in order"
+        np.testing.assert_array_equal(table, own, "slots do not own their own pages")
         if P < own.size:
             return  # A ring, whose table repeats pages.
-    num_free, stack = int(kv.num_free), np.asarray(kv.free_pages)
-    assert 0 <= num_free <= P, f"{num_free=} of {P}"
-    assert (stack[num_free:] == P).all(), "stale entries past the free pages"
-    least = int(kv.counts is None)
-    assert ((least <= owned) & (owned <= len(places))).all(), f"slots own {owned} pages"
-    is_held = places < owned[:, None]
-    assert (table[~is_held] == P).all(), "stale entries past a slot's pages"
-    most = owned * kv.page_size
-    assert ((length >= 0) & (length <= most)).all(), f"lengths {length} of {most}"
-    held, free = (
-        np.bincount(x, minlength=P + 1) for x in (table[is_held], stack[:num_free])
-    )
-    once = held if kv.counts is None else np.minimum(held, 1)
-    expected = np.arange(P + 1) < P
-    np.testing.assert_array_equal(once + free, expected, "pages lost, or held twice")
+    is_owned = places < owned[:, None]
+    least = int(kv.counts is None)  # A slot of these has a page, even if it is empty.
+    assert 0 <= num_free <= P, f"num_free={num_free} of {P}"
+    assert ((owned >= least) & (owned <= len(places))).all(), f"slots own {owned} pages"
+    is_within = (length >= 0) & (length <= owned * kv.page_size)
+    assert is_within.all(), f"lengths {length} of {owned} pages"
+    assert (table[~is_owned] == P).all(), "stale entries of the table"
+    assert (stack[num_free:] == P).all(), "stale entries of the stack"
+    held = table[is_owned]
     if kv.counts is not None:
-        np.testing.assert_array_equal(held[:P], kv.counts, "owners of pages")
-        each = [row[own] for row, own in zip(table, is_held, strict=True)]
-        assert all(len({*pages}) == len(pages) for pages in each), "a page twice"
-        is_shared = is_held & (held[table] > 1)
-        is_full = length[:, None] >= (places + 1) * kv.page_size
-        assert (is_full | ~is_shared).all(), "a slot would write into another's page"
+        counts = np.append(kv.counts, 0)  # An entry without a page has no owner.
+        found = np.bincount(held, minlength=P + 1)
+        np.testing.assert_array_equal(found, counts, "other owners are counted")
+        is_full = (places + 1) * kv.page_size <= length[:, None]
+        assert (is_full | (counts[table] <= 1)).all(), "a shared page is not full"
+        for slot in table:
+            assert len(set(slot[slot < P])) == np.sum(slot < P), (
+                "a page twice in a slot"
+            )
+        held = np.unique(held)
+    every = np.sort([*held, *stack[:num_free]])
+    np.testing.assert_array_equal(every, np.arange(P), "pages are lost or held twice")

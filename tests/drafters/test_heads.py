@@ -239,7 +239,7 @@ def test_a_ring_has_pages_for_its_window_alone():
     reach = kv.num_pages // 3 * 16
     assert WINDOW < reach < 600
     decoding.check_cache(kv)
-    with pytest.raises(AssertionError, match="slots do not own"):
+    with pytest.raises(AssertionError, match="slots do not own their own pages"):
         decoding.check_cache(kv.replace(page_table=kv.page_table.at[1, 5].set(0)))
     mixed = each.lift(heads.make("mixed"), 3)
     assert not isinstance(mixed.init(capacity=4000, page_size=16).kv, static.StaticKV)

@@ -93,6 +93,9 @@ KERNELS = (
     Mutant("rows that do not follow the cache are let pass",
            "paging.allocator:append_each", "| (asked & (starts != kv.length))", "",
            "model/test_row_model.py::test_rows_that_do_not_follow_are_refused"),
+    Mutant("a split is added before it is there", "pallas.row_jobs:_store",
+           "jnp.zeros(", "jnp.ones(",
+           "pallas/test_pallas_plans.py::test_default_plan_with_several_splits"),
     Mutant("the native gate leaves out the last active row", "native.calls:gate",
            "x, norm, w, num_active, isa", "x, norm, w, num_active - 1, isa",
            f"{_ALONE}[portable-gate]"),
@@ -196,6 +199,11 @@ RULES = (
            "rules.acceptance:rejection_probabilities", "residual(target_probs,",
            "residual(target_probs.at[num_drafted].set(target_probs[num_drafted - 1]),",
            "rules/test_acceptance.py::test_the_law_is_the_targets[rejection-random-3-2]"),
+    Mutant("a rejected draft's place is drawn from the whole target",
+           "rules.acceptance:rejection_probabilities",
+           "own=residual(target_probs, draft_probs)", "own=target_probs",
+           "engine/test_sampled.py::"
+           "test_rounds_draw_from_the_targets_law[rejection-None-1-False]"),
     Mutant("a draft that was drafted past the vocabulary is certain",
            "rules.acceptance:_of_drafts", "fill_value=0", "fill_value=2",
            "engine/test_liars.py::test_no_proposal_makes_the_output_wrong"

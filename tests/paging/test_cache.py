@@ -117,48 +117,49 @@ def both(first, second):
 
 
 NO_PAGE = lambda kv: kv.num_pages
+TWICE = "pages are lost or held twice"
 BROKEN = {
-    make_cache: {
-        "a page lost, another held twice":
-            at("page_table", (0, 0), lambda kv: kv.page_table[1, 0]),
-        "a free page that is owned":
-            at("free_pages", 0, lambda kv: kv.page_table[2, 0]),
-        "a page lost from the stack":
-            both(at("num_free", (), 5), at("free_pages", 5, NO_PAGE)),
-        "a stale table entry":
-            at("page_table", (1, 1), lambda kv: kv.free_pages[0]),
-        "a stale stack entry": at("num_free", (), 5),
-        "a page that does not exist": at("page_table", (0, 1), NO_PAGE),
-        "num_free out of range": at("num_free", (), 105),
-        "too many pages owned": at("num_owned", 1, 6),
-        "length past the pages": at("length", 1, 5),
-        "negative length": at("length", 1, -1),
-        "a slot without a page":
-            both(at("num_owned", 2, 0), at("page_table", (2, 0), NO_PAGE)),
-    },
-    make_shared: {
-        "an owner too many": at("counts", lambda kv: kv.page_table[0, 0], 3),
-        "an owner of a free page": at("counts", lambda kv: kv.free_pages[0], 1),
-        "a free page that is shared":
-            at("free_pages", 0, lambda kv: kv.page_table[0, 0]),
-        "a page of others that is not full": at("length", 1, 6),
-    },
-    make_static: {
-        "exchanged pages":
-            lambda kv: kv.replace(page_table=kv.page_table[jnp.array([1, 0, 2])]),
-        "a length past the slot": at("length", 1, 21),
-    },
+    "a page lost, another held twice": (
+        make_cache, at("page_table", (0, 0), lambda kv: kv.page_table[1, 0]), TWICE),
+    "a free page that is owned": (
+        make_cache, at("free_pages", 0, lambda kv: kv.page_table[2, 0]), TWICE),
+    "a page lost from the stack": (
+        make_cache, both(at("num_free", (), 5), at("free_pages", 5, NO_PAGE)), TWICE),
+    "a page that does not exist": (
+        make_cache, at("page_table", (0, 1), NO_PAGE), TWICE),
+    "a stale table entry": (
+        make_cache, at("page_table", (1, 1), lambda kv: kv.free_pages[0]), "the table"),
+    "a stale stack entry": (make_cache, at("num_free", (), 5), "stale .* the stack"),
+    "num_free out of range": (make_cache, at("num_free", (), 105), "num_free=105 of"),
+    "too many pages owned": (make_cache, at("num_owned", 1, 6), "slots own .3 6 1. p"),
+    "length past the pages": (make_cache, at("length", 1, 5), "lengths .0 5 0. of"),
+    "negative length": (make_cache, at("length", 1, -1), "lengths .* -1 "),
+    "a slot without a page": (
+        make_cache, both(at("num_owned", 2, 0), at("page_table", (2, 0), NO_PAGE)),
+        "slots own .3 1 0. pages"),
+    "an owner too many": (
+        make_shared, at("counts", lambda kv: kv.page_table[0, 0], 3), "other owners"),
+    "an owner of a free page": (
+        make_shared, at("counts", lambda kv: kv.free_pages[0], 1), "other owners are"),
+    "a free page that is shared": (
+        make_shared, at("free_pages", 0, lambda kv: kv.page_table[0, 0]), TWICE),
+    "a page of others that is not full": (
+        make_shared, at("length", 1, 6), "a shared page is not full"),
+    "exchanged pages": (
+        make_static,
+        lambda kv: kv.replace(page_table=kv.page_table[jnp.array([1, 0, 2])]),
+        "slots do not own their own pages"),
+    "a length past the slot": (make_static, at("length", 1, 21), "lengths .* 21 "),
 }  # fmt: skip
-CASES = {fault: make for make in BROKEN for fault in BROKEN[make]}
 
 
-@pytest.mark.parametrize("fault", CASES)
-def test_broken_tables_are_seen(fault):
-    """Fails if `check_integrity` does not notice this fault."""
-    made = CASES[fault]()
-    page_tables.check_integrity(made)
-    with pytest.raises(AssertionError):
-        page_tables.check_integrity(BROKEN[CASES[fault]][fault](made))
+@pytest.mark.parametrize("fault", BROKEN)
+def test_broken_tables_are_reported(fault):
+    """Fails if `check_integrity` does not notice this fault, or names another."""
+    make, spoil, message = BROKEN[fault]
+    page_tables.check_integrity(make())
+    with pytest.raises(AssertionError, match=message):
+        page_tables.check_integrity(spoil(make()))
 
 
 NOWHERE = np.iinfo(np.int32).max

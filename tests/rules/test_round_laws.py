@@ -171,7 +171,7 @@ def of_itself(chain):
 
 
 def counts_of(num_drafted):
-    return set(map(num_drafted, itertools.product(range(2), repeat=2)))
+    return {num_drafted(chain) for chain in itertools.product(range(2), repeat=2)}
 
 
 def law_of(num_drafted, rule):
