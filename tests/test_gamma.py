@@ -159,7 +159,7 @@ def chances_by_hand(made, rounds_):
 conditional = jax.jit(PLAYED["goodput"].policy.chances)
 
 
-def play(name, history, *, fault=lambda numbers: numbers):
+def play(name, history):
     """Plays rounds; raises if a gamma or a state leaves its range, or if an estimate or
     a choice of `Goodput` is not that of a plain count."""
     game, verified = played(name), []
@@ -176,7 +176,7 @@ def play(name, history, *, fault=lambda numbers: numbers):
             assert abs(int(game.state.level - before.level)) <= 1
             assert 0 <= float(game.state.average) <= 1
         if name == "goodput":
-            gamma, num_drafted, num_accepted = fault(numbers)
+            gamma, num_drafted, num_accepted = numbers
             if gamma > 0:
                 if int(before.gamma) == 0 and num_accepted:
                     verified = []
@@ -195,15 +195,6 @@ def play(name, history, *, fault=lambda numbers: numbers):
 @hypothesis.given(history=ROUNDS)
 def test_whatever_happens_choices_and_states_stay_in_range(name, history):
     play(name, history)
-
-
-def test_the_plain_count_catches_planted_faults():
-    """Negative control: a count of another history must not agree."""
-    history = [(4, 1, 1), (4, 4, 1), (4, 4, 0), (4, 3, 3)]
-    play("goodput", history)
-    rejections_are_lost = lambda numbers: numbers if numbers[2] else (0, 0, 0)
-    with pytest.raises(AssertionError, match="tolerance"):
-        play("goodput", history, fault=rejections_are_lost)
 
 
 def test_threshold_average_is_an_exponential_one():

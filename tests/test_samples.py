@@ -17,8 +17,6 @@ from slow_cases import slow, slow_but
 import spec_jax as sj
 from spec_jax import run as run_lib, testing
 from spec_jax.drafters import slots
-from spec_jax.engine import held
-from spec_jax.paging import allocator
 from spec_jax.rules import settings as settings_lib
 
 
@@ -119,38 +117,17 @@ def test_samples_are_those_of_decoding(lm, case):
             testing.assert_same_bits(one.drawn_log_probs, other.drawn_log_probs)
 
 
-def spoilt_share(kv, source, slot, length, *, real=allocator.share):
-    """Plants a fault: keys in the copy of the last page are zeros."""
-    kv = real(kv, source, slot, length)
-    page = kv.page_table[slot, length // kv.page_size]
-    return kv.replace(k=tuple(k.at[page].set(0) for k in kv.k))
-
-
-def a_token_too_many(self, wanted, other):
-    """Plants a fault: tokens that differ count as alike."""
-    return min(len(wanted), len(other), len(PREFIX) + 5)
-
-
 @pytest.mark.slow
-def test_keys_and_values_are_those_of_decoding(lm, monkeypatch):
-    """Compares K/V of all layers, read through the table, and hashes of all logits.
-    Negative control: it sees each fault, in programs of another page size."""
+def test_keys_and_values_are_those_of_decoding(lm):
+    """Compares K/V of all layers, read through the table, and hashes of all logits."""
     settings = SHORT | {"gamma": 3, "prefix": PREFIX}
     assert sj.check_lossless(lm, PROMPTS, n=2, **settings)
-    for page_size, fault in (
-        (8, (held.Held, "_alike", a_token_too_many)),
-        (16, (allocator, "share", spoilt_share)),
-    ):
-        with monkeypatch.context() as planted:
-            planted.setattr(*fault)
-            how = settings | {"page_size": page_size}
-            assert not sj.check_lossless(lm, PROMPTS, **how)
 
 
 DRAFTERS = {
     "draft model": {},
     "head": {"drafter": "eagle3", "draft": tiny_pair.write_head},
-    "block": {"drafter": "dspark", "draft": tiny_pair.write_block},
+    "block": {"drafter": "dspark", "draft": tiny_pair.WRITE_HEAD["dspark"]},
     "hybrid": {"drafter": "hybrid"},
     "tree": {"gamma": sj.Tree.parse("2x2:3")},
 }
@@ -183,13 +160,13 @@ def through_a_queue(folders, folder, kind, num_slots, *, shares) -> list:
     return [one.shared for one in found], [(one.tokens, one.kept) for one in found]
 
 
-def begins(monkeypatch, *, more=0) -> list[int]:
-    """Adds `more` to the positions that drafters' slots begin with; returns sums."""
+def begins(monkeypatch) -> list[int]:
+    """Returns a list of the numbers of positions that drafters' slots begin with."""
     given, real = [], slots.begin
 
     def begin(rows, kv, begun, *, slot, length):
-        given.append(length + more)
-        return real(rows, kv, begun, slot=slot, length=length + more)
+        given.append(length)
+        return real(rows, kv, begun, slot=slot, length=length)
 
     monkeypatch.setattr(slots, "begin", begin)
     return given
@@ -213,13 +190,6 @@ def test_owners_are_counted_through_a_queue(
     none, expected = through_a_queue(*arguments, shares=False)
     assert len(given) == len(shared) - 1 and not any(none)
     testing.assert_same_bits(found, expected)
-    if (kind, num_slots) == ("head", 1):
-        # Negative control: one more pair is shared, which has another token.
-        monkeypatch.undo()
-        begins(monkeypatch, more=1)
-        _, found = through_a_queue(*arguments, shares=True)
-        with pytest.raises(AssertionError, match="elements differ"):
-            testing.assert_same_bits(found, expected)
 
 
 @pytest.mark.slow

@@ -87,53 +87,38 @@ def write(
 
 
 def write_head(
-    folder: pathlib.Path, target: pathlib.Path, *, seed: int = 2, **changes
+    folder: pathlib.Path,
+    target: pathlib.Path,
+    *,
+    kind: str = "eagle3",
+    seed: int = 2,
+    **changes,
 ) -> pathlib.Path:
-    """Writes an EAGLE-3 head of random weights for that target of two layers."""
+    """Writes a head of random weights for that target of two layers."""
     layer, params = load.load(target)
-    head = eagle3_params.Eagle3Config(
-        layer=dataclasses.replace(layer, num_layers=1, tie_word_embeddings=False),
-        draft_vocab_size=64,
-        target_hidden_size=layer.hidden_size,
-        taps=(1, 0),
-        **changes,
-    )
-    hot = jnp.arange(64, dtype=jnp.int32) * 4
-    key = jax.random.key(seed)
-    made = head_params.init(key, head, embed=params.embed, hot=hot, stddev=0.3)
+    own = dataclasses.replace(layer, num_layers=1, tie_word_embeddings=False)
+    files, dialect, given = block_files, "deepspec", {"lm_head": params.head}
+    if kind == "eagle3":
+        files, dialect = eagle3_files, "midlayer"
+        given = {"hot": jnp.arange(64, dtype=jnp.int32) * 4}
+        sizes = {"draft_vocab_size": 64, "target_hidden_size": layer.hidden_size}
+        head = eagle3_params.Eagle3Config(layer=own, taps=(1, 0), **sizes, **changes)
+    else:
+        sizes = {"draft_vocab_size": layer.vocab_size, "block_size": 4}
+        if kind == "dspark":
+            sizes |= {"head": "vanilla", "markov_rank": 8, "has_confidence": True}
+        how = {"slots": "anchor-first", "mask_token_id": 0}
+        head = block_params.BlockConfig(layer=own, taps=(1,), **sizes, **how).validate()
+    given |= {"embed": params.embed, "stddev": 0.3}
+    made = head_params.init(jax.random.key(seed), head, **given)
     origin = head_dialects.Origin(target=layer)
-    eagle3_files.save(folder, head, made, dialect="midlayer", origin=origin)
-    return folder
-
-
-def write_block(
-    folder: pathlib.Path, target: pathlib.Path, *, kind: str = "dspark", seed: int = 2
-) -> pathlib.Path:
-    """Writes a DFlash or DSpark drafter of random weights for that target."""
-    layer, params = load.load(target)
-    heads = {"head": "vanilla", "markov_rank": 8, "has_confidence": True}
-    head = block_params.BlockConfig(
-        layer=dataclasses.replace(layer, num_layers=1, tie_word_embeddings=False),
-        draft_vocab_size=layer.vocab_size,
-        taps=(1,),
-        block_size=4,
-        slots="anchor-first",
-        mask_token_id=0,
-        **(heads if kind == "dspark" else {}),
-    ).validate()
-    key = jax.random.key(seed)
-    made = head_params.init(
-        key, head, embed=params.embed, lm_head=params.head, stddev=0.3
-    )
-    origin = head_dialects.Origin(target=layer)
-    block_files.save(folder, head, made, dialect="deepspec", origin=origin)
+    files.save(folder, head, made, dialect=dialect, origin=origin)
     return folder
 
 
 WRITE_HEAD = {
-    "eagle3": write_head,
-    "dflash": functools.partial(write_block, kind="dflash"),
-    "dspark": write_block,
+    kind: functools.partial(write_head, kind=kind)
+    for kind in ("eagle3", "dflash", "dspark")
 }
 """Functions that write a head of each kind, by its drafter's name."""
 

@@ -97,15 +97,6 @@ def test_drafts_are_those_of_hugging_face():
     assert num_drafted > 400
 
 
-@pytest.mark.parametrize(
-    ("match", "expected"), [("last", [8, 1, 8, 1]), ("first", [7, 1, 8, 1])]
-)
-def test_another_occurrence_drafts_other_tokens(match, expected):
-    """Checks by hand; the control of the search: matches differ in what they draft."""
-    drafter = ngram.PromptLookup(gamma_max=4, match=match)
-    assert looked_up(drafter, [1, 7, 1, 8, 1]) == expected
-
-
 STATISTICS = suffix.SuffixDecoding(
     gamma_max=GAMMA_MAX, match_max=5, max_factor=1.5, min_probability=0.3
 )
@@ -215,12 +206,6 @@ def test_native_kernels_find_the_same(text, earlier, gamma, least):
     # Control: a text that ends with an unknown token has no match.
     other = asked([*text[:-1], 9], gamma, behind=1, size=90)
     assert look_up(native, corpus, other).score == 0
-
-
-def test_matches_do_not_reach_over_generations():
-    """Fails if the end of one generation is followed by the beginning of the next."""
-    assert run([7, 1], corpus_of([1], [2, 2])) == (0.0, [])
-    assert run([7, 1], corpus_of([1, 2, 2]))[1] == [2]
 
 
 def test_a_corpus_forgets_its_oldest_tokens():

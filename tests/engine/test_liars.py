@@ -18,7 +18,6 @@ from slow_cases import slow_but
 
 from spec_jax.drafters import ngram
 from spec_jax.engine import baseline, checks, protocols, rows
-from spec_jax.rules import acceptance
 
 
 VOCAB_SIZE = SMALL.target.config.vocab_size
@@ -141,22 +140,6 @@ def test_no_proposal_makes_the_output_wrong(rule, has_probs, num_slots, impl):
                     continue
                 checks.check_slot(one, vocab_size=VOCAB_SIZE)
                 assert one.length == decoding.decoded(setting, ask).length, name
-
-
-def test_trust_in_a_drafter_is_caught(monkeypatch):
-    """Negative control: if all drafts are certain, the checks name the wrong token."""
-
-    class OfThisTest(Liar):
-        """A class of this test alone: nothing is compiled for it yet."""
-
-    certain = lambda probs, tokens: jnp.ones(tokens.shape, jnp.float32)
-    monkeypatch.setattr(acceptance, "_of_drafts", certain)
-    scheduler, ask = SMALL.scheduler(OfThisTest(), rule="rejection"), lots(1)[0][0]
-    for name in ("past the vocabulary", "negative tokens"):
-        state = decoding.admit(scheduler, [request_of(ask, LIES[name])])
-        state = decoding.generate(scheduler, state)
-        with pytest.raises(RuntimeError, match=r"outside \[0, 96\)"):
-            checks.check_slot(decoding.slot_of(state), vocab_size=VOCAB_SIZE)
 
 
 MAX_TOKENS, START = 12, len(PROMPT)

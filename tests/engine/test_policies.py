@@ -43,7 +43,7 @@ def make(name):
     return made, made.init(ROUND_S)
 
 
-def updated(name, slots, fault=lambda told: told):
+def updated(name, slots):
     """Returns a policy's state after the rounds that one slot's counters report."""
     made, state = make(name)
     update, choose = jax.jit(made.update), jax.jit(made.choose)
@@ -52,7 +52,7 @@ def updated(name, slots, fault=lambda told: told):
         counts = int(after.num_proposed), int(after.num_accepted)
         told.append(tuple(a - b for a, b in zip(counts, before, strict=True)))
         before = counts
-    for drafted, accepted in fault(told):
+    for drafted, accepted in told:
         assert drafted <= int(choose(state))  # The limit of a text may leave less.
         numbers = dict.fromkeys(("gamma", "num_drafted"), jnp.int32(drafted))
         state = update(state, **numbers, num_accepted=jnp.int32(accepted))
@@ -69,8 +69,7 @@ def test_a_policy_is_told_of_every_round_of_its_slot(name):
     """Compares tokens with decoding, and the policy's state of each slot with one that
     is made from the slot's counts.
 
-    Calls of one round end with the bits of one long call. Negative controls: the last
-    round is left out, and all drafts are counted as kept.
+    Calls of one round end with the bits of one long call.
     """
     asks = [dataclasses.replace(LONG, run=2), MIXED[1], MIXED[2]]
     made, first = make(name)
@@ -87,14 +86,6 @@ def test_a_policy_is_told_of_every_round_of_its_slot(name):
         # Rounds after the end of the slot are not its own.
         rounds = rounds[: int(rounds[-1].num_rounds)]
         assert_same_policy(rounds[-1].policy, updated(name, rounds))
-    rounds = [row[0] for row in seen]
-    told_less, told_better = (
-        lambda told: told[:-1],
-        lambda told: [(drafted, drafted) for drafted, _ in told],
-    )
-    for fault in (told_less, told_better):
-        with pytest.raises(AssertionError):
-            assert_same_policy(rounds[-1].policy, updated(name, rounds, fault))
 
 
 RISES = {"free": 0.0, "cheap": 0.1, "dear": 0.4, "too dear": 3.0}

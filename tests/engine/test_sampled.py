@@ -215,14 +215,6 @@ def test_rounds_draw_from_the_targets_law(
         assert wealth(tokens, plain) >= MOST
 
 
-@pytest.mark.slow
-def test_drafts_taken_as_they_come_are_caught(lm, prompt):
-    """Negative control: tokens of the draft's own law, without any verification."""
-    target, draft = laws(lm, prompt)
-    tokens = np.random.default_rng(0).choice(len(draft), NUM_SAMPLES, p=draft)
-    assert wealth(tokens, target) >= MOST
-
-
 def test_the_right_law_is_hardly_ever_refused():
     """Fails if one of 200 runs with the right law, of 12 tokens, is refused."""
     rng = np.random.default_rng(1)

@@ -11,7 +11,6 @@ import decoding
 import jax
 import jax.numpy as jnp
 import numpy as np
-import planting
 import pytest
 from decoding import ALWAYS, PROMPT, SMALL, Ask, Status
 from slow_cases import slow
@@ -19,7 +18,7 @@ from slow_cases import slow
 from spec_jax import testing
 from spec_jax.debug import recorder
 from spec_jax.drafters import tree_shapes
-from spec_jax.engine import baseline, protocols, windows
+from spec_jax.engine import baseline, protocols
 from spec_jax.engine.state import Origin
 from spec_jax.gamma import goodput
 from spec_jax.rules import acceptance
@@ -218,19 +217,6 @@ WIDE = (
 WEIGHTS = decoding.perturbed(decoding.TARGET_PARAMS, 0.05)
 
 
-def of_own_tiles(real):
-    """Plants a fault: rows see only those nodes that are in their own tile."""
-
-    def layout(window, *, num_rows):
-        positions, branch = real(window, num_rows=num_rows)
-        columns = jnp.arange(num_rows)[None, :, None]
-        places = branch - window.start[:, None, None]
-        is_far = (places > 0) & (places // 80 < columns // 80)
-        return positions, branch - is_far.astype(branch.dtype)
-
-    return layout
-
-
 def of_drafts(setting, rows, num_slots):
     """Returns a scheduler whose drafts are often wrong, so that trees matter."""
     tree = tree_shapes.parse(f"8x8:{rows - 1}@1")
@@ -244,21 +230,10 @@ def of_drafts(setting, rows, num_slots):
 def test_tokens_are_those_of_decoding_at_each_budget(rows, impl):
     """Fails if a row does not see a node of an earlier tile, or a branch is cut."""
     setting = dataclasses.replace(decoding.setting_of(impl), capacity=400)
-    requests = [ask.request() for ask in WIDE]
-    scheduler = of_drafts(setting, rows, len(WIDE))
-
-    seen = []
-
-    def check(state):
-        seen.append(jax.device_get(state.slots))
-        decoding.assert_as_decoded(setting, state, WIDE)
-
-    # Up to 80 rows are one tile, in which the fault changes nothing.
-    faults = [(windows, "_layout", of_own_tiles)] * (rows > 80)
-    begin = lambda: decoding.admit(scheduler, requests)
-    planting.check_faults(scheduler.speculator, begin, faults, check)
+    state = decoding.rounds(of_drafts(setting, rows, len(WIDE)), WIDE)
+    decoding.assert_as_decoded(setting, state, WIDE)
+    slots = jax.device_get(state.slots)
     # Nodes past the first 64 were proposed, and some of them were kept.
-    slots = seen[0]
     assert slots.num_proposed[0] == (rows - 1) * slots.num_rounds[0]
     assert slots.num_proposed[2] == 40 * slots.num_rounds[2]
     if rows > 64:

@@ -59,7 +59,7 @@ def test_a_shipped_head_is_known_by_its_name(folders, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "EMBEDDED_TARGET", folders[0])
     monkeypatch.setattr(loading, "EMBEDDED_DRAFT", folders[1])
     monkeypatch.setattr(loading, "ASSETS", tmp_path)
-    tiny_pair.write_block(tmp_path / "dspark", folders[0])
+    tiny_pair.write_head(tmp_path / "dspark", folders[0], kind="dspark")
     pair, cell = models_of(folders), commands.one_cell(folders, "--gamma", "3")
     flags = [one for one in (*cell, "--drafter", "dspark") if one not in pair]
     settings = plans.from_flags(exactness.parse_args(flags)).header["settings"]

@@ -184,7 +184,7 @@ def test_a_head_with_a_leaf_of_its_own(target, work, tmp_path, leaf, family, mor
 
 def test_a_dspark_without_a_head_is_gone_on_from(target, work, tmp_path, capsys):
     """Fails if it gets the default head, or another family accepts it as its base."""
-    out = tiny_pair.write_block(tmp_path / "head", target, kind="dflash")
+    out = tiny_pair.write_head(tmp_path / "head", target, kind="dflash")
     _, head = block_files.load(out, *load.load(target))
     with_texts(work, tmp_path)
     assert_begins_as(head, target, tmp_path, "--family", "dspark", "--base", str(out))

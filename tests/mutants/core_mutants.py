@@ -11,7 +11,7 @@ _ROWS = "ops/test_row_attention.py::test_a_row_is_that_row_alone_and_float64s"
 _ALONE = "ops/test_row_contract.py::test_a_row_is_that_row_alone"
 _BLOCKS = "native/test_blocks.py::test_sums_are_in_the_order_of_blocks"
 _TILES = "pallas/test_pallas_plans.py::test_eight_bits_on_tiles"
-_WALK = "paging/test_random_walk.py::test_random_walks[paged]"
+_WALK = "paging/test_random_walk.py::test_random_walks"
 _CONTRACT = "model/test_rows.py::test_verifying_equals_decoding_one_by_one"
 
 KERNELS = (
@@ -84,6 +84,18 @@ KERNELS = (
     Mutant("rows that do not follow the cache are let pass",
            "paging.allocator:append_each", "| (asked & (starts != kv.length))", "",
            "model/test_row_model.py::test_rows_that_do_not_follow_are_refused"),
+    Mutant("a row reads the keys of another row's slot", "native.steps:Model.run",
+           "where = rows.tokens, rows.slots,", "where = rows.tokens, rows.slots[::-1],",
+           "model/test_rows.py::test_rows_do_not_depend_on_their_place_or_neighbours"
+           "[bfloat16-native]"),
+    Mutant("two keys of a branch are exchanged", "tree:layout",
+           "return start + depth, places[:, ::-1]",
+           "order = jnp.arange(width)[::-1].at[-3:].set(jnp.array([2, 0, 1]))\n"
+           "    return start + depth, places[:, order]",
+           "model/test_tree_rows.py::test_any_order_with_parents_first[native]"),
+    Mutant("a split is added before it is there", "pallas.row_jobs:_store",
+           "jnp.zeros(", "jnp.ones(",
+           "pallas/test_pallas_plans.py::test_default_plan_with_several_splits"),
     Mutant("the native gate leaves out the last active row", "native.calls:gate",
            "x, norm, w, num_active, isa", "x, norm, w, num_active - 1, isa",
            f"{_ALONE}[portable-gate]"),
@@ -117,10 +129,41 @@ PAGES = (
     Mutant("truncation to nothing gives up the first page",
            "paging.allocator:truncate_each",
            "jnp.maximum(index.pages_for(new_len, kv.page_size), least)",
-           "index.pages_for(new_len, kv.page_size)", _WALK),
+           "index.pages_for(new_len, kv.page_size)", f"{_WALK}[paged-xla]"),
     Mutant("a slot that is out of pages keeps half of what it asked for",
            "paging.allocator:_reserve", "jnp.where(fits, missing[slot], 0)",
-           "jnp.minimum(missing[slot], num_free)", _WALK),
+           "jnp.minimum(missing[slot], num_free)", f"{_WALK}[paged-xla]"),
+    Mutant("keys and values are written one position late", "paging.cache:write",
+           '"positions": positions', '"positions": positions + 1',
+           f"{_WALK}[paged-xla]"),
+    Mutant("a page is handed out twice", "paging.allocator:_take",
+           "left = num_free - count", "left = num_free - jnp.maximum(count - 1, 0)",
+           f"{_WALK}[paged-xla]"),
+    Mutant("the last page of a share is not copied", "paging.cache:copy_page",
+           "elements.at[target]", "elements.at[source]", f"{_WALK}[shared-xla]"),
+    Mutant("a page of others is cut", "paging.allocator:truncate_each",
+           "~jax.vmap(_cuts_shared,", "True | jax.vmap(_cuts_shared,",
+           f"{_WALK}[shared-xla]"),
+    Mutant("truncation clears bytes", "paging.allocator:truncate_each",
+           "if not kv.has_shared_pool:\n        return kv",
+           "if not kv.has_shared_pool:\n"
+           "        return kv.replace(k=tuple(k.at[::5].set(0) for k in kv.k))",
+           f"{_WALK}[static-xla]"),
+    Mutant("all slots get pages, asked or not", "paging.allocator:_reserve",
+           "valid = asked & (up_to >= 0)", "valid = up_to >= 0", f"{_WALK}[paged-xla]"),
+    Mutant("all slots grow, asked or not", "paging.allocator:extend_each",
+           "jnp.where(asked & valid, new_len", "jnp.where(valid, new_len",
+           f"{_WALK}[paged-xla]"),
+    Mutant("all slots are cut, asked or not", "paging.allocator:truncate_each",
+           "valid = asked & (new_len >= 0)", "valid = (new_len >= 0)",
+           f"{_WALK}[paged-xla]"),
+    Mutant("rows are placed as if all were asked for", "paging.allocator:append_each",
+           "(starts + counts - ends)", "(starts - ends)", f"{_WALK}[paged-xla]"),
+    Mutant("a kernel counts a page too many", "pallas.allocation_triton:Pages.covering",
+           "is_partial.astype(jnp.int32)", "1", f"{_WALK}[paged-interpret]"),
+    Mutant("a kernel places rows one position late",
+           "pallas.allocation_triton:_append_each", "= start + number",
+           "= start + number + 1", f"{_WALK}[paged-interpret]"),
     Mutant("a position below zero is on the last page", "ops.page_write:locate",
            "wrap_negative_indices=False", "wrap_negative_indices=True",
            "paging/test_cache.py::test_outside_the_table_is_nowhere[0--1]"),
@@ -130,6 +173,7 @@ PAGES = (
 )  # fmt: skip
 
 _SMALL = "rules/test_acceptance.py::test_every_small_case"
+_LAW = "test_the_output_has_the_targets_distribution"
 
 RULES = (
     Mutant("acceptance reads one row late", "rules.acceptance:accept_exact",
@@ -143,6 +187,24 @@ RULES = (
     Mutant("the residual is not subtracted", "rules.acceptance:residual",
            "target - draft", "target",
            "rules/test_acceptance.py::test_the_law_is_the_targets[rejection-random-3-2]"),
+    *(Mutant(f"in a tree the residual is not subtracted: {rule}",
+             "rules.acceptance:residual", "target - draft", f"target - {few} * draft",
+             f"rules/test_tree_law.py::{_LAW}[{rule}-{shape}]")
+      for few, rule, shape in ((0, "rejection", "2x2"), (0.5, "block", "2x2"),
+                                  (0.9, "multipath", "2-1-1"))),
+    Mutant("a bonus is drawn from the row before",
+           "rules.acceptance:rejection_probabilities", "residual(target_probs,",
+           "residual(target_probs.at[num_drafted].set(target_probs[num_drafted - 1]),",
+           "rules/test_acceptance.py::test_the_law_is_the_targets[rejection-random-3-2]"),
+    Mutant("a rejected draft's place is drawn from the whole target",
+           "rules.acceptance:rejection_probabilities",
+           "own=residual(target_probs, draft_probs)", "own=target_probs",
+           "engine/test_sampled.py::"
+           "test_rounds_draw_from_the_targets_law[rejection-None-1-False]"),
+    Mutant("a draft that was drafted past the vocabulary is certain",
+           "rules.acceptance:_of_drafts", "fill_value=0", "fill_value=2",
+           "engine/test_liars.py::test_no_proposal_makes_the_output_wrong"
+           "[rejection-True-4-native]"),
     Mutant("a draft outside the vocabulary has a probability",
            "rules.acceptance:_of_drafts", "fill_value=0", "fill_value=1",
            "rules/test_acceptance.py::"

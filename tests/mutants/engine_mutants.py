@@ -5,6 +5,9 @@ from mutant import Mutant
 
 _COMMIT = "engine.commit:commit_slot"
 _STREAM = "engine/test_sampled.py::test_the_stream_is_that_of_decoding"
+_ROUNDS = (
+    "engine/test_round.py::test_tokens_and_kv_are_those_of_decoding[native-static-3]"
+)
 
 ROUNDS = (
     Mutant("a window runs past the limit", "engine.round:_gamma",
@@ -18,6 +21,19 @@ ROUNDS = (
            "jnp.where(counts, num_kept, slot.running.astype(jnp.int32))",
            "engine/test_round.py::"
            "test_a_slot_that_finds_no_page_ends_and_the_others_go_on[1]"),
+    Mutant("a draft more than was accepted is committed",
+           "rules.acceptance:accept_exact",
+           "kept = jnp.arange(gamma + 1, dtype=jnp.int32) <= num_accepted",
+           "num_accepted = jnp.minimum(num_accepted + 1, num_drafted)\n"
+           "    kept = jnp.arange(gamma + 1, dtype=jnp.int32) <= num_accepted",
+           _ROUNDS),
+    Mutant("the first token of a round is lost", "rules.acceptance:accept_exact",
+           "jnp.where(kept, target_tokens, PAD)",
+           "jnp.roll(jnp.where(kept, target_tokens, PAD), -1)", _ROUNDS),
+    *(Mutant(f"a rejected row stays, or a kept one goes: {more}",
+             "engine.rows:SlotRows.truncate", "kv, new_len, asked",
+             f"kv, jnp.clip(new_len + {more}, 0, kv.length), asked", _ROUNDS)
+      for more in (-1, 1, 1000)),
     Mutant("a target's own token is drawn with the noise of the token before",
            "engine.verification:target_tokens", "positions=verified.positions + 1",
            "positions=verified.positions", _STREAM + "[native-1]"),
@@ -44,6 +60,14 @@ SCHEDULES = (
     Mutant("all drafts are verified, whatever the schedule says", "engine.round:_draft",
            "proposal.replace(num_drafted=num_drafted)", "proposal",
            "engine/test_policies.py::test_a_scheduled_batch_is_as_decoded"),
+    Mutant("a policy is told that all drafts were kept", "engine.commit:update_policy",
+           "info.outcome.num_accepted", "info.proposal.num_drafted",
+           "engine/test_policies.py::"
+           "test_a_policy_is_told_of_every_round_of_its_slot[goodput]"),
+    Mutant("a round without a kept draft lets nothing fade",
+           "gamma.goodput:Goodput.update", "fade = jnp.where(is_verified, self",
+           "fade = jnp.where(is_verified & (num_accepted > 0), self", "test_gamma.py::"
+           "test_whatever_happens_choices_and_states_stay_in_range[goodput]"),
     Mutant("a schedule is not told what a round brought", "engine.round:run_round",
            "commit_lib.settle(speculator.gamma_policy, slots, info)", "slots",
            "engine/test_policies.py::"
@@ -54,7 +78,40 @@ SCHEDULES = (
            "test_drafts_that_pay_are_always_made_and_again_where_they_come_to_pay"),
 )  # fmt: skip
 
+_BUDGET = "engine/test_trees.py::test_tokens_are_those_of_decoding_at_each_budget"
+_STOPS = "test_front_door_stops.py::test_ends_are_one_however_a_text_is_written"
+
 SLOTS = (
+    Mutant("rows are one position late", "engine.windows:_append",
+           "positions=positions,", "positions=positions + 1,", _ROUNDS),
+    Mutant("rows are those of a neighbour", "engine.windows:_append", "slots=slots,",
+           "slots=(slots + 1) % B,", _ROUNDS),
+    Mutant("slots find the rows of a neighbour", "engine.windows:_append",
+           "rows, at", "rows, jnp.roll(at, 1, axis=0)", _ROUNDS),
+    Mutant("each tile is the first one again", "engine.windows:over_tiles",
+           "dynamic_slice_in_dim(values, start, tile)",
+           "dynamic_slice_in_dim(values, 0 * start, tile)",
+           "engine/test_round.py::test_tokens_and_kv_are_those_of_decoding[xla-paged-3]"),
+    Mutant("later native tiles are the first one again", "engine.windows:over_tiles",
+           "dynamic_slice_in_dim(values, start, tile)",
+           "dynamic_slice_in_dim(values, start * 0, tile)", f"{_BUDGET}[256-native]"),
+    Mutant("a forbidden draft is proposed", "engine.processing:cut",
+           "proposal.probs is not None or", "True or",
+           "engine/test_processing.py::test_no_draft_is_proposed_in_vain"
+           "[ngram-grammar-0.0-None]"),
+    Mutant("the token that completes a stop text is left out",
+           "model.stop_texts:Ends.__call__", "return count + 1",
+           "return max(count, 1)", _STOPS + "[chains]"),
+    Mutant("nothing is held back of a stop text that has begun",
+           "model.stop_texts:Search._beginning", "return text[at:]", 'return b""',
+           _STOPS + "[stream]"),
+    Mutant("a prompt shares a token that differs", "engine.held:Held._alike",
+           "int(differ[0]) if", "int(differ[0]) + 1 if",
+           "test_samples.py::test_samples_are_those_of_decoding[native-a prefix]"),
+    Mutant("a head shares the pair of a token that differs",
+           "drafters.features:SlotReader.prefill", "begun.length - self.reads_tokens",
+           "begun.length",
+           "test_samples.py::test_owners_are_counted_through_a_queue[head-1]"),
     Mutant("a slot that ended commits", "engine.commit:_counts",
            "slot.running & ~info.out_of_pages", "~info.out_of_pages",
            "engine/test_round.py::test_a_slot_that_ended_stays_as_it_is"),
@@ -73,7 +130,7 @@ SLOTS = (
            "test_front_door_stops.py::test_what_is_decoded_in_vain"),
     Mutant("a slot goes on behind a stop text", "engine.ends:apply",
            "_stopped(state, is_ended)", "state",
-           "test_front_door_stops.py::test_ends_are_one_however_a_text_is_written[stream]"),
+           _STOPS + "[stream]"),
     Mutant("the stop text that is complete last counts", "model.stop_texts:Search.push",
            "min(ends)", "max(ends)",
            "model/test_stop_texts.py::test_ends_by_hand[two in a token]"),
@@ -84,6 +141,21 @@ DRAFTERS = (
            "drafters.draft_slots:SlotDraftModel.commit",
            "jnp.minimum(memory.length, length - 1)", "memory.length",
            "drafters/test_draft_model.py::test_a_commit_of_length_one_forgets_a_slot"),
+    *(Mutant(f"in a draft model's tree {what}",
+             "drafters.draft_trees:SlotDraftTree._keep_committed", old, new,
+             "drafters/test_draft_model.py::test_of_a_tree_the_committed_rows_are_kept"
+             "[path1-1]")
+      for what, old, new in (
+          ("a row too many is kept", "start + 1 + num_kept", "start + 2 + num_kept"),
+          ("another path is kept", "path, num_kept, start", "path + 1, num_kept, start")
+      )),
+    Mutant("the last match is taken for the first",
+           "drafters.ngram:PromptLookup.propose", 'self.match == "first"', "False",
+           "drafters/test_lookups.py::"
+           "test_drafts_are_those_of_a_search[first-stop_ids1]"),
+    Mutant("a match reaches over generations", "drafters.suffix:remember",
+           "[suffix_match.NONE, *generation]", "generation",
+           "drafters/test_lookups.py::test_counts_are_those_of_a_suffix_tree[1]"),
     Mutant("a hybrid asks the draft model where statistics are sure",
            "drafters.hybrid:SlotHybrid.propose", "jnp.where(is_sure, 0, gamma)",
            "gamma", "drafters/test_choice.py::"
@@ -139,6 +211,10 @@ BLOCKS = (
            "model.block_heads:run_slots", "[anchor[:, None], tokens[:, :-1]]",
            "[tokens]", "native/test_native_children.py::"
            "test_slots_are_gone_over_as_one_by_one[all]"),
+    Mutant("a recurrent head reads the hidden states of another block",
+           "native.block_steps:_mix_arguments", ".data, bias, hidden",
+           ".data, bias, hidden[::-1]", "native/test_native_children.py::"
+           "test_slots_are_gone_over_as_one_by_one[passed, filtered]"),
     Mutant("a token is drawn from other probabilities than are stated",
            "drafters.block:SlotBlock._go_over", "draw.put(probs, row, number)",
            "draw.put(probs, logits[:, None] * 0.9, number)", "drafters/test_heads.py::"
@@ -200,6 +276,14 @@ TREES = (
     Mutant("the K/V of a path are moved one position early",
            "engine.rows:SlotRows.keep_path", "start[:, None] + steps + 1",
            "start[:, None] + steps", _TREE_ROUNDS),
+    Mutant("rows see those nodes alone that are in their own tile",
+           "engine.windows:_layout", "        return laid_out",
+           "        positions, branch = laid_out\n"
+           "        columns = jnp.arange(num_rows)[None, :, None] // 80\n"
+           "        places = branch - window.start[:, None, None]\n"
+           "        is_far = (places > 0) & (places // 80 < columns)\n"
+           "        return positions, branch - is_far.astype(branch.dtype)",
+           f"{_BUDGET}[256-native]"),
     Mutant("a slot's nodes have no pages of their own",
            "engine.scheduler:Scheduler._pages",
            "num_positions = max(num_positions, min(most, self.slot_capacity))", "pass",

@@ -243,22 +243,6 @@ FILTERED = (
 )
 
 
-def test_hidden_states_of_another_block_are_caught(monkeypatch):
-    """Negative control: a recurrent head reads those of the last block first."""
-    config, weights = models.make(models.PASSED)
-    counts = jnp.full((models.SLOTS,), config.num_drafts, jnp.int32)
-    real = block_steps.slot_chains
-
-    def planted(logits, anchors, *given, mix=None, **more):
-        mix = mix._replace(hidden=mix.hidden[::-1])
-        return real(logits, anchors, *given, mix=mix, **more)
-
-    monkeypatch.setattr(block_steps, "slot_chains", planted)
-    draws = drawing(RANDOM, RANDOM, RANDOM, independent=True)
-    (_, _, given), _, _, log_weights = go_over(config, weights, counts, draws=draws)
-    assert np.abs(np.asarray(given) - log_weights).max() > 1e-2
-
-
 @pytest.mark.parametrize("head", ["gated", "passed"])
 def test_a_block_is_gone_over_alike_beside_others(head):
     """Fails if a gate, a product or a draw depends on how many blocks there are."""

@@ -114,20 +114,6 @@ def test_padding_rows_of_features_are_zeros(live, with_logits, poisoned):
         assert all(np.isnan(logits[live:]).all() for logits in found[::2])
 
 
-def test_an_operation_that_differs_is_caught():
-    """Negative control: a residual of a layer that is one bit off."""
-    config, params = make("float32")
-
-    def planted(layer, name, value):
-        if layer == 1 and name == "attention_residual":
-            return jnp.nextafter(value, jnp.float32(9))
-        return value
-
-    one_by_one = run(config, params, 3, observe=planted)
-    with pytest.raises(AssertionError, match="elements differ"):
-        testing.assert_same_bits(run(config, params, 3), one_by_one)
-
-
 def test_refusals():
     """Fails if the kernel runs on weights of another shape or form."""
     config, params = make("float32")

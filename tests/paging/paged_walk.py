@@ -6,6 +6,7 @@ equal to the model's, bit for bit, and no other byte of the pool has changed. By
 belong to no token are NaN.
 """
 
+import functools
 import itertools
 
 import jax
@@ -24,21 +25,25 @@ SIZES = {
     "pages_per_slot": WIDTH, "num_kv_heads": HEADS, "head_dim": HEAD_DIM,
     "dtype": "float32",
 }  # fmt: skip
-ROWS = 7  # rows of one append, padding ones included
-ROWS_SHAPE = (LAYERS, ROWS, HEADS, HEAD_DIM)
+ROWS = 7  # rows of one slot's append, at the most
+ROWS_SHAPE = (LAYERS, SLOTS * ROWS, HEADS, HEAD_DIM)
+LARGEST = 2**31 - 1
 
 
-def append(kv, slot, count, k, v):
-    """Reserves, writes and extends, as a model does. `k` and `v`: [L, R, K, H]."""
-    start = kv.length[slot]
-    kv = allocator.reserve(kv, slot, start + count)
-    num_active = jnp.where(kv.out_of_pages[slot], 0, count)
+def append(kv, numbers, asked, k, v, *, impl="xla"):
+    """Makes room for rows, and writes them, as a model does. `k` and `v`: [L, R, K, H].
+
+    Args:
+      numbers: how many rows of each slot, and by how much they begin too late `[S, 2]`.
+    """
+    counts = jnp.where(asked, numbers[:, 0], 0)
+    up_to = kv.length + counts + numbers[:, 1]
+    how = {"num_rows": SLOTS * ROWS, "impl": impl}
+    kv, counts, slots, positions = allocator.append_each(kv, up_to, counts, **how)
+    where = {"slots": slots, "positions": positions, "num_active": counts.sum()}
     for layer in range(LAYERS):
-        kv = cache.write(
-            kv, layer, slots=jnp.full((ROWS,), slot, jnp.int32), k=k[layer], v=v[layer],
-            positions=start + jnp.arange(ROWS, dtype=jnp.int32), num_active=num_active,
-        )  # fmt: skip
-    return allocator.extend(kv, slot, start + num_active)
+        kv = cache.write(kv, layer, k=k[layer], v=v[layer], **where)
+    return kv
 
 
 def share(kv, slot, source, length):
@@ -46,9 +51,29 @@ def share(kv, slot, source, length):
     return allocator.share(kv, source, slot, length)
 
 
-truncate = page_tables.truncate
-FUNCTIONS = (allocator.reserve, allocator.extend, truncate, append, share)
-COMPILED = {function.__name__: jax.jit(function) for function in FUNCTIONS}
+def each(operation):
+    return lambda kv, numbers, asked, **how: operation(kv, numbers, asked=asked, **how)
+
+
+OF_SEVERAL = {
+    "append": append,
+    "reserve_each": each(allocator.reserve_each),
+    "extend_each": each(allocator.extend_each),
+    "truncate": each(allocator.truncate_each),
+}
+"""Operations on all slots at once: their numbers, `[S]`, and which slots are asked."""
+OF_ONE = {"reserve": allocator.reserve, "extend": allocator.extend, "share": share}
+
+
+@functools.cache
+def compiled(impl: str) -> dict:
+    """Returns all operations, compiled."""
+    with_kernels = {
+        name: functools.partial(OF_SEVERAL[name], impl=impl)
+        for name in ("append", "truncate")
+    }
+    every = OF_SEVERAL | OF_ONE | with_kernels
+    return {name: jax.jit(function) for name, function in every.items()}
 
 
 class Model:
@@ -121,16 +146,23 @@ class Model:
         self._take(slot, int(is_cut))
         return "done"
 
-    def append(self, slot, count, k, v):
-        outcome = self.reserve(slot, len(self.tokens.get(slot, ())) + count)
+    def append(self, slot, count, late, k, v):
+        start = len(self.tokens[slot]) + late
+        outcome = self.reserve(slot, start + count) if count else "nothing"
         if outcome == "done":
-            rows = np.stack([k, v], axis=1).swapaxes(0, 2).swapaxes(1, 2)
-            self.tokens[slot].extend(rows[:count])
+            self.extend(slot, start)
+            self.tokens[slot].extend(
+                np.stack([k, v], axis=1).swapaxes(0, 2).swapaxes(1, 2)
+            )
         return outcome
 
     def _is_out_of_pages(self, slot, out_of_pages):
         (self.out_of_pages.add if out_of_pages else self.out_of_pages.discard)(slot)
         return out_of_pages
+
+
+RELATIVE = {"rollback": "truncate", "declare": "extend", "fork": "share"}
+"""Requests whose numbers are relative to a slot's length."""
 
 
 class Walk:
@@ -150,38 +182,63 @@ class Walk:
         self.rng = np.random.default_rng(1)
         self._poison()
 
-    def step(self, name, slot, *numbers) -> str:
-        """Runs one operation, compares everything and returns its outcome."""
-        start = len(self.model.tokens.get(slot, ()))
-        if name == "rollback":
-            name, numbers = "truncate", (start - numbers[0],)
-        if name == "declare":
-            name, numbers = "extend", (start + numbers[0],)
-        if name == "fork":
-            source, length = numbers
-            most = len(self.model.tokens.get(source, ()))
-            name, numbers = "share", (source, min(length, most))
-        rows = ()
+    def step(self, name, asked) -> list[str]:
+        """Runs one operation, compares everything and returns the outcome of each slot.
+
+        Args:
+          asked: numbers of the slots that are asked, in order; of one slot, which need
+            not exist, for an operation of `OF_ONE`.
+        """
+        asked = {slot: self._absolute(name, slot, *x) for slot, x in asked.items()}
+        name = RELATIVE.get(name, name)
+        before, rows, outcomes, first = self.kv, (), {}, 0
         if name == "append":
             rows = tuple(self.rng.standard_normal((2, *ROWS_SHAPE), np.float32))
-        before = self.kv
-        arguments = [np.int32(number) for number in (slot, *numbers)]
-        after = self.operations[name](before, *arguments, *rows)
+        if name in OF_SEVERAL:
+            none = (0,) * len(next(iter(asked.values())))
+            numbers = np.array([asked.get(n, none) for n in range(SLOTS)], np.int32)
+            is_asked = np.isin(np.arange(SLOTS), list(asked))
+            given = [numbers if rows else numbers[:, 0], is_asked]
+        else:
+            given = [np.int32(x) for slot in asked for x in (slot, *asked[slot])]
+        after = self.operations[name](before, *given, *rows)
         self.kv = after = jax.tree.map(np.asarray, after)
-        outcome = getattr(self.model, name)(slot, *numbers, *rows)
+        is_refused = dict.fromkeys(range(SLOTS), False)
+        for slot, own in asked.items():
+            more = tuple(x[:, first : first + own[0]] for x in rows)
+            expected = getattr(self.model, name.removesuffix("_each"))
+            outcomes[slot] = outcome = expected(slot, *own, *more)
+            first += own[0] * bool(rows and outcome == "done")
+            flagged = outcome == "refused" or bool(rows and all(own))
+            for each in [slot] if slot in is_refused else is_refused:
+                is_refused[each] |= flagged
 
-        assert self._tables() == self._expected_tables(slot, outcome)
+        assert self._tables() == self._expected_tables(is_refused)
         page_tables.check_integrity(after)
-        if outcome != "done":
+        if "done" not in outcomes.values():
             flags = {"refused": before.refused, "out_of_pages": before.out_of_pages}
             testing.assert_same_bits(after.replace(**flags), before, what=name)
-        is_copied = name == "share" and outcome == "done"
-        self._check_pool(before, slot, numbers if is_copied else None)
+        is_copied = name == "share" and "done" in outcomes.values()
+        self._check_pool(before, slot, own if is_copied else None)
         if name in ("truncate", "share"):
             self._poison()
         # The flag `refused` stays until it is cleared: the next step starts anew.
         self.kv = self.kv.replace(refused=before.refused)
-        return outcome
+        return [*outcomes.values()]
+
+    def _absolute(self, name, slot, *numbers):
+        """Returns the numbers of an operation that is given relative ones."""
+        start = len(self.model.tokens.get(slot, ()))
+        if name == "rollback":
+            return (start - numbers[0],)
+        if name == "declare":
+            return (start + numbers[0],)
+        if name == "fork":
+            source, length = numbers
+            return source, min(length, len(self.model.tokens.get(source, ())))
+        if name == "append" and numbers[1] == LARGEST:  # Rows end at this position.
+            return numbers[0], LARGEST - numbers[0] - start
+        return numbers
 
     def _tables(self):
         kv = self.kv
@@ -189,12 +246,11 @@ class Walk:
         pages = (kv.num_owned.tolist(), int(kv.num_free)) if self.is_paged else ()
         return *(table.tolist() for table in tables), *pages
 
-    def _expected_tables(self, slot, outcome):
+    def _expected_tables(self, is_refused):
         model, slots = self.model, range(SLOTS)
-        is_refused = outcome == "refused"
         return (
             [len(model.tokens.get(each, ())) for each in slots],
-            [is_refused and (each == slot or slot not in slots) for each in slots],
+            [*is_refused.values()],
             [each in model.out_of_pages for each in slots],
             *([[model.owned(n) for n in slots], model.num_free] * self.is_paged),
         )

@@ -191,20 +191,6 @@ def test_whoever_is_last_adds_the_same_splits(rng):
     testing.assert_same_bits(attend(slab, 8), first)
 
 
-def test_a_split_that_is_added_early_is_caught(rng, monkeypatch):
-    """Negative control: a head's last program adds a split before it is there."""
-    real = row_jobs.row_jobs
-
-    def planted(*args, **options):
-        jobs = real(*args, **options)
-        return jobs._replace(done=jobs.done + 1)
-
-    monkeypatch.setattr(row_jobs, "row_jobs", planted)
-    slab = slabs.in_slab(slabs.small_slab(rng), range(8))
-    # A number of programs that is not compiled yet.
-    assert np.isnan(attend(slab, 8, programs=12)[0][:8].astype(np.float32)).any()
-
-
 def test_default_plan_with_several_splits(monkeypatch):
     """Fails if splits that rows share, in several slabs at once, give a row other bits
     than it has alone, or than a tree's row has with the same keys."""

@@ -96,6 +96,12 @@ def test_no_two_purposes_share_noise():
 
     assert len({drawn(use) for use in uses}) == len(uses)
     assert drawn(uses[5]) == drawn(uses[5])
+    # Uniforms are bits of a stream of their own, two words each.
+    at = jnp.uint32(1), sampling.Stream.UNIFORM, jnp.int32(2)
+    with jax.threefry_partitionable(True):
+        bits = jax.random.bits(sampling.noise_key(*at), (3, 2), jnp.uint32)
+    found = sampling.uniforms(at[0], at[2], gamma=3)
+    testing.assert_same_bits(found, sampling._unit_interval(bits))
 
 
 @pytest.mark.parametrize(
