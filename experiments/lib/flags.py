@@ -247,12 +247,9 @@ def chat_options(text: str) -> dict[str, Any]:
 
 
 def tree_or_none(text: str) -> str:
-    """Parses a tree in a list of them, or `NO_TREE`."""
-    return text if text == NO_TREE else tree_text(text)
-
-
-def tree_text(text: str) -> str:
-    """Parses a tree in a list of them to its text, which names no file."""
+    """Parses an entry of a list of trees to its text, which names no file."""
+    if text == NO_TREE:
+        return text
     if "[" in text or "]" in text:
         raise ValueError(
             f"{text!r} is a part of a tree's paths, which have commas as the list has: "

@@ -252,6 +252,7 @@ NUMBERS = {
     "kept": ("acceptance_rate", ".3f"),
     "rep": ("repetition", ".3f"),
     "len": ("mean_accepted_length", ".2f"),
+    "rows": ("rows_per_round", ".1f"),
     "e2e": ("speedup_e2e", ".2f"),
     "p10": ("speedup_e2e_p10", ".2f"),
     "p90": ("speedup_e2e_p90", ".2f"),
@@ -269,10 +270,10 @@ def _match(row: Row) -> Cell:
 
 CELLS_NOTE = (
     "n: prompts; kept: of proposed drafts; rep: repeated 4-grams in the texts; len: "
-    "tokens a round, the target's own counted; e2e: speed-up over autoregressive "
-    "decoding, prefill included, with p10 and p90 over repeats, or with one repeat "
-    "over prompts; decode: of decoding alone; match: all tokens are those of "
-    "autoregressive decoding, else how many choices differ"
+    "tokens a round, the target's own counted; rows: of the target a round; e2e: "
+    "speed-up over autoregressive decoding, prefill included, with p10 and p90 over "
+    "repeats, or with one repeat over prompts; decode: of decoding alone; match: all "
+    "tokens are those of autoregressive decoding, else how many choices differ"
 )
 """Meanings of the columns of `print_cells`."""
 

@@ -193,7 +193,7 @@ def test_certificates_that_mean_something_else(folders, finished, tmp_path, caps
         assert_fails_with(exactness.main, capsys, arguments, *words)
 
 
-CHANGED = " M spec_jax/load.py\n M experiments/plan.py\n M README.md"
+CHANGED = " M spec_jax/load.py\n M experiments/sweep.py\n M README.md"
 
 
 def test_changed_code_is_not_certified(folders, tmp_path, monkeypatch, capsys):
@@ -202,7 +202,7 @@ def test_changed_code_is_not_certified(folders, tmp_path, monkeypatch, capsys):
     changed = lambda *a: CHANGED if a[0] == "status" else real(*a)
     monkeypatch.setattr(records, "_git", changed)
     given = commands.several_cells(folders, "--certificate", str(certificate))
-    words = "names the commit", "plan.py, ...)", "spec_jax/load.py", "--allow-dirty"
+    words = "names the commit", "sweep.py, ...)", "spec_jax/load.py", "--allow-dirty"
     with monkeypatch.context() as patch:
         patch.setattr(plans, "from_flags", lambda args: pytest.fail("it was planned"))
         assert_fails_with(exactness.main, capsys, given, *words)
