@@ -13,12 +13,6 @@ interrupted. Words after `--` are flags of `train_drafter.py`, for all heads:
 Exit status: 0 all matched, 2 not all matched, 1 the input was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.require("train")  # Before the imports, which take seconds.
-
 import argparse
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -28,7 +22,7 @@ from safetensors import numpy as safetensors
 
 from experiments import sweep, train_drafter
 from experiments.heads import families, jobs
-from experiments.lib import files, flags, records, tables, terminal
+from experiments.lib import cli, files, flags, records, tables
 from spec_jax.drafters import registry
 from spec_jax.training import batches, loop
 
@@ -192,9 +186,7 @@ COLUMNS = {
 """The columns of the table, for `tables.print_rows`."""
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
+def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     """Trains and evaluates all heads, or what is left; returns the exit status."""
     for head in args.heads:  # Checks all flags before hours of training.
         told = training_of(args, head, "train")
@@ -203,7 +195,7 @@ def run(
     trained = [train(args, head) | records.provenance() for head in args.heads]
     evaluated = [evaluate(args, head) for head in args.heads]
     out.write_all([*trained, *(row for _, rows in evaluated for row in rows)])
-    tables.print_rows(trained, COLUMNS, console)
+    tables.print_rows(trained, COLUMNS)
     return max(status for status, _ in evaluated)
 
 
@@ -213,6 +205,3 @@ main = records.script(
     run,
     kept=lambda args: f"the same command goes on from what is in {args.work}",
 )
-
-if __name__ == "__main__":
-    cli.end(main)

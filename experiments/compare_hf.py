@@ -302,9 +302,7 @@ NOTE = (
 )
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
+def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     """Loads models, measures, writes and prints rows; returns the exit status."""
     sides, subject = load(args)
     out.common = {
@@ -325,8 +323,8 @@ def run(
         lengths = sorted({*compared[0]["prompt_tokens"]})
         tokens = " and ".join(map(str, lengths))
         title = f"{length}: {len(of_length)} x {tokens} tokens"
-        tables.print_rows(compared, COLUMNS, console, title=title)
-    tables.print_note(NOTE, console)
+        tables.print_rows(compared, COLUMNS, title=title)
+    tables.print_note(NOTE)
     same = [one.first_difference(compare.OUR_PLAIN) is None for one in done]
     matched = all(one.matched for one in done)
     out.write(
@@ -340,16 +338,12 @@ def run(
             "nonfinite_logits": sum(one.nonfinite for one in done),
         }
     )
-    console.print(
+    terminal.show(
         f"{args.dtype}: {sum(same)} of {len(done)} prompts as Hugging Face's greedy "
         f"decoding; drafted as without drafts: {str(matched).lower()}",
-        highlight=False,
     )
     is_same = matched and (all(same) or args.dtype != EXACT_DTYPE)
     return IDENTICAL if is_same else NOT_IDENTICAL
 
 
 main = records.script("compare_hf.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

@@ -293,9 +293,7 @@ NOTE = (
 )
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
+def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     """Loads models, measures, writes and prints rows; returns the exit status."""
     programs = [args.llama_bin / name for name in llama_cpp.PROGRAMS]
     for path in (*args.gguf, *programs):
@@ -329,12 +327,9 @@ def run(
         done = compare.run_prompts(sides.generate, sides.ways(), subject, out, **how)
     of_prompts = rows(done)
     out.write_all(of_prompts)
-    tables.print_rows([*of_prompts, *found], COLUMNS, console)
-    tables.print_note(NOTE, console)
+    tables.print_rows([*of_prompts, *found], COLUMNS)
+    tables.print_note(NOTE)
     return MATCHED if all(one.matched for one in done) else NOT_MATCHED
 
 
 main = records.script("compare_llama_cpp.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

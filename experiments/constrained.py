@@ -230,9 +230,7 @@ def table_of(
             advance()
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
+def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     """Draws, parses and times, or compares; returns the exit status."""
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
     has_chat = lm.tokenizer is not None and lm.tokenizer.has_chat_template
@@ -240,11 +238,11 @@ def run(
     out.common = models.common(args, lm, "drafter", "batch")
     if args.table:
         table = out.write_all(table_of(args, lm))
-        tables.print_rows(table, CELLS, console)
+        tables.print_rows(table, CELLS)
         return GOOD if all(map(published.is_equal, table)) else BAD
     answers = draw(args, lm, prompt)
     out.write(answers)
-    console.out(
+    terminal.show(
         f"{answers['parsed']} of {answers['answers']} answers parse, "
         f"{answers['different']} different, such as {answers['example']}"
     )
@@ -257,7 +255,7 @@ def run(
         | median_fields(found, (way, name), (way, "none"))
         for way, name in found.seconds
     )
-    tables.print_rows([row | out.common for row in rows], COLUMNS, console)
+    tables.print_rows([row | out.common for row in rows], COLUMNS)
     return GOOD if answers["parsed"] == answers["answers"] else BAD
 
 
@@ -292,6 +290,3 @@ CELLS = {
 }
 
 main = records.script("constrained.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

@@ -122,18 +122,16 @@ def _add_axis_flags(group: argparse._ActionsContainer) -> None:
     flags.add(group, "trees")
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
+def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     """Runs the suite, and writes rows and certificate, or verifies one; returns the
     exit status."""
     if args.verify:
-        return verify(args, out, console)
+        return verify(args, out)
     if args.certificate and not args.allow_dirty:
         records.check_clean("a certificate")
     plan = plans.from_flags(args)
     kept = records.resume(out, {"kind": "header", **plan.header}, behind="prompt")
-    rows, cells = _run_rows(args, plan, kept, out, console), plan.cells
+    rows, cells = _run_rows(args, plan, kept, out), plan.cells
     made = certificates.make(plan.header, cells, rows)
     out.write_all({"kind": "cell", **entry} for entry in made["cells"])
     print_cells(
@@ -143,14 +141,13 @@ def run(
             for cell, one in zip(cells, made["cells"], strict=True)
         ],
         {"prompts": ",d", "texts": ",d", "accepted": ".3f"},
-        console,
     )
     for line in made["warnings"]:
-        console.out(line, style="bold red")
-    _print_differences(rows, console)
+        terminal.show(line, style="bold red")
+    _print_differences(rows)
     if args.certificate:
         certificates.write(args.certificate, made)
-        console.out(f"certificate {made['sha256'][:12]}: {args.certificate}")
+        terminal.show(f"certificate {made['sha256'][:12]}: {args.certificate}")
     return EXACT if made["exact"] else NOT_EXACT
 
 
@@ -159,15 +156,14 @@ def _run_rows(
     plan: suite.Plan,
     kept: Sequence[suite.Row],
     out: records.JsonLines,
-    console: terminal.Console,
 ) -> list[suite.Row]:
     """Returns all rows: the kept ones, and the others, which it runs and writes."""
-    console.print(
+    terminal.show(
         f"{len(plan.cells)} cells x {len(plan.prompts)} prompts x "
         f"{plan.gen_tokens} tokens"
         + (f"; {len(kept)} are there already" if kept else "")
     )
-    console.out(f"base: {plan.cells[0].name}")
+    terminal.show(f"base: {plan.cells[0].name}")
     rows, count = [*kept], len(plan.prompts)
     plan = dataclasses.replace(plan, done=frozenset(map(suite.key, kept)))
     rows_of = functools.partial(suite.rows_of, plan)
@@ -185,21 +181,19 @@ def _run_rows(
     return rows
 
 
-def verify(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
+def verify(args: argparse.Namespace, out: records.JsonLines) -> int:
     """Runs a certificate's cells again; returns the exit status."""
     certificate = certificates.read(args.verify)
     if args.isa is None:
         _choose_isa_of(args.verify, certificate)
     plan = plans.from_certificate(args, certificate)
-    rows = _run_rows(args, plan, [], out, console)
+    rows = _run_rows(args, plan, [], out)
     agreement = certificates.agreement(certificate, rows)
     count = len(plan.prompts)
     found = [
         {"cell": cell, "prompts": count, **agreement[cell.name]} for cell in plan.cells
     ]
-    print_cells(found, {"prompts": ",d"}, console)
+    print_cells(found, {"prompts": ",d"})
     lines = []
     if left_out := certificate["left_out"]:
         lines.append(f"{left_out} cells of superseded designs are left out")
@@ -210,20 +204,18 @@ def verify(
     if not changes:
         lines.append("the environment is that of the certificate")
     for line in lines:
-        console.out(line)
-    _print_differences(rows, console)
+        terminal.show(line)
+    _print_differences(rows)
     agrees = all(row[what] == count for row in found for what in evidence.WHATS)
     made = certificates.make(plan.header, plan.cells, rows)
     for line in made["warnings"]:
-        console.out(line, style="bold red")
+        terminal.show(line, style="bold red")
     is_finite = not any(one["nonfinite_logits"] for one in made["cells"])
     return EXACT if agrees and is_finite else NOT_EXACT
 
 
 def print_cells(
-    rows: Sequence[dict[str, Any]],
-    columns: Mapping[str, tables.Column],
-    console: terminal.Console,
+    rows: Sequence[dict[str, Any]], columns: Mapping[str, tables.Column]
 ) -> None:
     """Prints one row for each cell: how it differs from the first, the columns, and for
     each of `evidence.WHATS` "equal", or, in red, how many prompts differ."""
@@ -240,20 +232,20 @@ def print_cells(
         names.get(what, what): lambda row, what=what: equal(row, what)
         for what in evidence.WHATS
     }
-    tables.print_rows(shown, {"cell": "", **columns, **compared}, console)
+    tables.print_rows(shown, {"cell": "", **columns, **compared})
 
 
-def _print_differences(rows: Sequence[suite.Row], console: terminal.Console) -> None:
+def _print_differences(rows: Sequence[suite.Row]) -> None:
     """Prints the first prompts that differ, and the script that looks closer."""
     found = [row for row in rows if row["differences"]]
     for row in found[:MOST_SHOWN]:
         lines = [f"{row['cell']}, prompt {row['id']!r}:"]
         lines += [f"  {evidence.describe(one)}" for one in row["differences"]]
-        console.out("\n".join(lines))
+        terminal.show("\n".join(lines))
     if len(found) > MOST_SHOWN:
-        console.out(f"and {len(found) - MOST_SHOWN} prompts more")
+        terminal.show(f"and {len(found) - MOST_SHOWN} prompts more")
     if found:
-        console.out(
+        terminal.show(
             "look closer: experiments/parity.py runs windows of a text with these "
             "--impl, --dtype, --slab and --gamma, and names the operation that differs"
         )
@@ -274,6 +266,3 @@ def _choose_isa_of(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:
 
 
 main = records.script("exactness.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

@@ -74,6 +74,3 @@ def fetch(file: pathlib.Path) -> None:
 
 
 main = cli.script("fetch_model.py", parse_args, run, kept=lambda _: "", uses_jax=False)
-
-if __name__ == "__main__":
-    cli.end(main)

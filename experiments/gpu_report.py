@@ -278,6 +278,3 @@ main = cli.script(
     kept=lambda args: f"rows are in {args.out}" if args.out else "",
     uses_jax=False,  # Each call uses it, in another process.
 )
-
-if __name__ == "__main__":
-    cli.end(main)

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import cli, flags, noise, records, subjects, tables, terminal
+from experiments.lib import cli, flags, noise, records, subjects, tables
 from spec_jax import testing
 from spec_jax.model import row_model
 from spec_jax.ops import dispatch
@@ -78,9 +78,7 @@ def control(impl: str) -> list[dict[str, Any]]:
     return [{"kind": "control", "check": name, "differing": wrong, "seen": wrong > 0}]
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
+def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     """Checks each context, writes and prints the rows; returns the exit status."""
     platform = subjects.check_device(args.device)
     impl = dispatch.resolve(args.impl)
@@ -101,7 +99,7 @@ def run(
         "native_isa": dispatch.instruction_set(impl),
         **records.provenance(),
     }
-    shown = tables.Report(out, console, COLUMNS)
+    shown = tables.Report(out, COLUMNS)
     for name, work in jobs.items():
         shown.add(name, work)
     return FAILED if shown.failed else EQUAL
@@ -115,6 +113,3 @@ COLUMNS = {
 """Columns of the table of each kind of rows."""
 
 main = records.script("kernels.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

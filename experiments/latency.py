@@ -25,7 +25,6 @@ from experiments.lib import (
     steps,
     subjects,
     tables,
-    terminal,
     works as works_lib,
 )
 from spec_jax import loading
@@ -123,9 +122,7 @@ def _check(parser: cli.Parser, args: argparse.Namespace) -> None:
             parser.error(words)
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
+def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     """Loads and measures, writes and prints each row; returns the exit status."""
     lm = subjects.load(args, gamma_max=args.gamma, slab=args.slab)
     if args.head:  # The head decides how many tokens it drafts.
@@ -154,7 +151,7 @@ def run(
         "steps_per_call": args.steps,
         **records.provenance(),
     }
-    shown = tables.Report(out, console, COLUMNS)
+    shown = tables.Report(out, COLUMNS)
     if args.dry_run:
         works = [cost.work for group in groups for cost in group]
         works += make_runs().programs(args.gamma) if args.forced else []
@@ -235,6 +232,3 @@ COLUMNS = {
 
 
 main = records.script("latency.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

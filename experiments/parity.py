@@ -176,13 +176,13 @@ def look(args: argparse.Namespace) -> Row:
     }
 
 
-def print_row(row: Row, console: terminal.Console) -> None:
+def print_row(row: Row) -> None:
     """Prints what is compared, how many choices differ, and the first difference."""
     for side in ("reference", "verify"):
         told = ", ".join(f"{name} {value}" for name, value in row[side].items())
-        console.print(f"{side}: {told}", highlight=False)
+        terminal.show(f"{side}: {told}")
     for moved in filter(None, row["moved_by_recording"]):
-        console.print(
+        terminal.show(
             f"recording moved {moved:,d} elements of logits and K/V: this is another "
             "program than the one that runs",
             style="bold red",
@@ -199,20 +199,15 @@ def print_row(row: Row, console: terminal.Console) -> None:
         f"looked at: {row['id']}, the window at position {row['start']}",
         found,
     ):
-        console.print(line, style="bold", highlight=False)
+        terminal.show(line, style="bold")
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
+def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     """Runs both paths, writes and prints the row; returns the exit status."""
     row = look(args) | records.provenance()
     out.write(row)
-    print_row(row, console)
+    print_row(row)
     return EQUAL if row["equal"] else DIFFERENT
 
 
 main = records.script("parity.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

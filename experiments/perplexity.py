@@ -82,9 +82,7 @@ def rows(args: argparse.Namespace, text: str) -> Iterator[dict]:
         yield row
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
+def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     """Measures, writes and prints; returns the exit status."""
     read = prompt_files.parse(args.prompts)
     text = "\n\n".join(str(prompt.text) for prompt in read)
@@ -92,11 +90,8 @@ def run(
     for row in rows(args, text):
         out.write(row)
         ratio = f"{row['ratio']:.4f} x dense +- {row['ratio_error']:.4f}"
-        console.print(f"{row['weights']}: {row['perplexity']:.4f}, {ratio}")
+        terminal.show(f"{row['weights']}: {row['perplexity']:.4f}, {ratio}")
     return 0
 
 
 main = records.script("perplexity.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

@@ -97,6 +97,3 @@ def run(args: argparse.Namespace) -> int:
 
 
 main = cli.script("plot.py", parse_args, run, kept=lambda _: "", uses_jax=False)
-
-if __name__ == "__main__":
-    cli.end(main)

@@ -69,9 +69,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return flags.parsed(parser, argv)
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
+def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     """Measures, writes and shows each profile; returns the exit status."""
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
     subject = models.prepare(args, lm, args.prompts) if args.calibrate else None
@@ -80,12 +78,12 @@ def run(
     about = models.describe(args, lm) | {"drafter": args.drafter}
     out.common = about | records.provenance()
     if subject is not None:  # First: it fails for drafters without survival.
-        calibrate(args, subject, out, console)
+        calibrate(args, subject, out)
     for num_slots in args.batch:
         for context in args.contexts:
             row = profile(args, lm, num_slots=num_slots, context=context)
             out.write(row)
-            show(row, console)
+            show(row)
     return MEASURED
 
 
@@ -167,7 +165,7 @@ COLUMNS = {
 
 
 def calibrate(
-    args: argparse.Namespace, subject: models.Subject, out: records.JsonLines, console
+    args: argparse.Namespace, subject: models.Subject, out: records.JsonLines
 ) -> None:
     """Fits, writes and shows the confidences at each temperature."""
     about = {
@@ -184,10 +182,10 @@ def calibrate(
             | {name: row[name][draft] for name in names}
             for draft in range(row["gamma"])
         ]
-        tables.print_rows(lines, COLUMNS, console)
+        tables.print_rows(lines, COLUMNS)
 
 
-def show(row: dict, console) -> None:
+def show(row: dict) -> None:
     """Prints the milliseconds of steps of 1, 2, 4 .. rows of a profile."""
     most = len(row["rows"])
     shown = sorted({2**n for n in range(most.bit_length())} | {most})
@@ -196,15 +194,12 @@ def show(row: dict, console) -> None:
         {"rows": rows} | {name[:-2]: 1e3 * row[name][rows - 1] for name in names}
         for rows in shown
     ]
-    console.print(
+    terminal.show(
         f"{row['num_slots']} slots, context {row['context']}, ms a step; drafting adds "
         f"{1e3 * row['draft_s']:.3f}"
     )
     columns = {"rows": "d"} | {name[:-2]: ".3f" for name in names}
-    tables.print_rows(lines, columns, console)
+    tables.print_rows(lines, columns)
 
 
 main = records.script("profile_steps.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

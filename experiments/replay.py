@@ -333,9 +333,7 @@ def compare(
         row["regret_by_text"] = seconds / float(best_s) - 1
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
+def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     """Evaluates the drafters, writes and shows the rows; returns the exit status."""
     texts, found = read(args.texts), []
     if args.round_costs:
@@ -362,7 +360,7 @@ def run(
         compare(args.round_costs, texts, found)
     out.write_all(found)
     columns = COLUMNS | (COSTS if args.round_costs else {})
-    tables.print_rows(found, columns, console)
+    tables.print_rows(found, columns)
     return DONE
 
 
@@ -381,6 +379,3 @@ COSTS: dict[str, tables.Column] = {
 }
 
 main = records.script("replay.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

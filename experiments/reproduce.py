@@ -187,6 +187,3 @@ main = cli.script(
     run,
     kept=lambda args: "the same command goes on after the last finished step",
 )
-
-if __name__ == "__main__":
-    cli.end(main)

@@ -34,7 +34,6 @@ from experiments.lib import (
     processing,
     records,
     tables,
-    terminal,
 )
 from spec_jax import testing
 from spec_jax.engine import protocols
@@ -170,9 +169,7 @@ def worst_ratio(learner: Any, sampler: Any) -> float:
     return max(ratios, key=lambda x: abs(x - 1), default=1.0)
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
+def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     """Draws, scores and compares, then learns; returns the exit status."""
     names = ("temperature", "top_k", "top_p", "min_p", "seed")
     sampling = sj.Sampling(**{name: getattr(args, name) for name in names})
@@ -188,7 +185,7 @@ def run(
     texts, seconds = roll_out(lm, ids, gammas, settings, repeats=args.repeats)
     samples = out.write_all(compare(lm, texts, sampling, processor))
     rows = out.write_all(summaries(samples, seconds, texts))
-    tables.print_rows([row | out.common for row in rows], COLUMNS, console)
+    tables.print_rows([row | out.common for row in rows], COLUMNS)
     steps: list[dict[str, Any]] = []
     if args.steps:
         from experiments.lib import reinforce
@@ -197,7 +194,7 @@ def run(
         how = {"steps": args.steps, "learning_rate": args.learning_rate}
         how |= {"ratio": worst_ratio}
         steps = out.write_all(reinforce.learn(lm, ids, settings, **how))
-        tables.print_rows([row | out.common for row in steps], STEPS, console)
+        tables.print_rows([row | out.common for row in steps], STEPS)
     is_equal = rows[0]["equal"] == len(samples)
     is_equal &= all(row["ratio"] == 1 for row in steps)
     return EQUAL if is_equal else NOT_EQUAL
@@ -258,6 +255,3 @@ STEPS = {
 }
 
 main = records.script("rollouts.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

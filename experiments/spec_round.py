@@ -110,18 +110,16 @@ def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
     }
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
+def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     """Runs every prompt, and writes its line and the summary; returns the exit
     status."""
     subject = load(args)
     settings, prompts = subject.settings, subject.prompts
     if args.batch is not None and args.batch > len(prompts):
         args.batch = len(prompts)
-        console.print(f"--batch: {args.batch} slots, as many as there are prompts")
+        terminal.show(f"--batch: {args.batch} slots, as many as there are prompts")
     drafted = f"tree {args.tree}" if args.tree else f"gamma {settings.gamma}"
-    models.announce(args, subject, console, drafted)
+    models.announce(args, subject, drafted)
     compile_s = results_lib.warm_up([settings], prompts)
     results, turns = [], args.repeats if settings.num_slots > 1 else 1
     with terminal.counted("prompts", total=turns * len(prompts)) as advance:
@@ -136,19 +134,16 @@ def run(
               | {"compile_s": compile_s})  # fmt: skip
     names = ("temperature", *flags.NOISE, "seed") if args.temperature else ()
     drawn = ", ".join(f"{name} {getattr(args, name)}" for name in names) or "greedy"
-    console.print()
-    samples.show(results[0], settings.lm, console, how=drawn)
-    console.print()
-    tables.print_table(summary, console)
+    terminal.show()
+    samples.show(results[0], settings.lm, how=drawn)
+    terminal.show()
+    tables.print_table(summary)
     if by_category:
         rows = [{"category": name} | row for name, row in by_category.items()]
-        console.print()
-        tables.print_cells(rows, console, title="by category")
-        tables.print_note(tables.CELLS_NOTE, console)
+        terminal.show()
+        tables.print_cells(rows, title="by category")
+        tables.print_note(tables.CELLS_NOTE)
     return NOT_MATCHED if summary["matched"] is False else MATCHED
 
 
 main = records.script("spec_round.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

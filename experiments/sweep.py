@@ -231,7 +231,7 @@ def unfinished(bench: Bench, cells: Sequence[Cell], rows: Sequence[dict]) -> lis
     return [cell for cell in cells if cell not in finished]
 
 
-def print_sets(rows: Sequence[dict], console: terminal.Console) -> None:
+def print_sets(rows: Sequence[dict]) -> None:
     """Prints a table of each prompt set, after one by category where it has several."""
     for source in dict.fromkeys(row["prompt_source"] for row in rows):
         of_set = [row for row in rows if row["prompt_source"] == source]
@@ -242,14 +242,13 @@ def print_sets(rows: Sequence[dict], console: terminal.Console) -> None:
         ]
         if by_category:
             by_category.sort(key=lambda row: row["category"])
-            tables.print_cells(by_category, console, title=f"{source}, by category")
-        tables.print_cells(of_set, console, title=source)
-    tables.print_note(tables.CELLS_NOTE, console)
+            tables.print_cells(by_category, title=f"{source}, by category")
+        tables.print_cells(of_set, title=source)
+    tables.print_note(tables.CELLS_NOTE)
 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the missing cells and shows all of them; returns the exit status."""
-    console = terminal.console()
     for temperature in args.temperature:
         flags.sampling_settings(args, temperature)  # Raises before any cell is run.
     bench = Bench(args)
@@ -258,7 +257,7 @@ def run(args: argparse.Namespace) -> int:
         rows = records.resume(out, shared)
         missing = unfinished(bench, cells, rows)
         done = len(cells) - len(missing)
-        console.out(f"{len(cells)} cells, {done} of them in {args.out}")
+        terminal.show(f"{len(cells)} cells, {done} of them in {args.out}")
         out.common = shared | records.provenance() | fan_out.describe(args)
         for cell, found in fan_out.each(args, missing, bench, Bench, args, shared):
             for row in found:
@@ -266,12 +265,12 @@ def run(args: argparse.Namespace) -> int:
                 rows.append(records.to_json(row | out.common))
                 told = " ".join(map(str, cell.to_row().values()))
                 line = f"{told}: {row['speedup_e2e']:.2f}x, matched: {row['matched']}"
-                console.out(line)
+                terminal.show(line)
     # In the grid's order; a cluster returns cells in another order.
     by_cell = {cell_of(row): row for row in rows}
     rows = [by_cell[cell] for cell in cells]
-    console.print()
-    print_sets(rows, console)
+    terminal.show()
+    print_sets(rows)
     return NOT_MATCHED if any(row["matched"] is False for row in rows) else MATCHED
 
 
@@ -283,6 +282,3 @@ main = cli.script(
         f"finished cells are in {args.out}, and the same command goes on from there"
     ),
 )
-
-if __name__ == "__main__":
-    cli.end(main)

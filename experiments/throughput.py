@@ -170,9 +170,7 @@ COLUMNS = {
 """The columns of the table, for `tables.print_rows`."""
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
+def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     """Loads, runs and compares; returns the exit status."""
     lm = models.load(args, drafter=args.drafter, gamma_max=max(args.gamma))
     if args.adversarial:
@@ -183,25 +181,22 @@ def run(
     subject = models.prepare(args, lm, args.prompts, sampling=sampling)
     ids = [one.ids for one in subject.prompts]
     if max(args.batch) > len(ids):
-        console.print(f"--batch: at most {len(ids)} slots, as there are prompts")
+        terminal.show(f"--batch: at most {len(ids)} slots, as there are prompts")
     ways = ways_of(args, subject)
-    models.announce(args, subject, console)
+    models.announce(args, subject)
     out.common = models.common(args, lm, "drafter", "gamma_policy", "adversarial")
     schedule = args.schedule and args.schedule.name
     out.common |= {"prompts": len(ids), "schedule": schedule}
     out.write_all(run_ways(ways, ids, repeats=args.repeats))
     rows = out.write_all(row_of(way, ways[0]) for way in ways)
-    tables.print_rows([row | out.common for row in rows], COLUMNS, console)
+    tables.print_rows([row | out.common for row in rows], COLUMNS)
     is_equal = all(row["prompts_equal"] == len(ids) for row in rows)
     # A rule that keeps only the distribution gives other texts.
     is_equal |= not subject.settings.is_exact
     is_finite = not any(row["nonfinite_logits"] for row in rows)
     if not is_finite:
-        console.print("logits hold NaN or infinity: equality means nothing there")
+        terminal.show("logits hold NaN or infinity: equality means nothing there")
     return MATCHED if is_equal and is_finite else NOT_MATCHED
 
 
 main = records.script("throughput.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

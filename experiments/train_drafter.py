@@ -204,6 +204,3 @@ main = cli.script(
     run,
     kept=lambda args: f"the same command goes on from what is in {args.work}",
 )
-
-if __name__ == "__main__":
-    cli.end(main)

@@ -14,7 +14,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 
 UNUSABLE, NOT_FINITE, INTERRUPTED = 1, 2, 130
@@ -58,6 +58,7 @@ def script(
 
     Unusable input, an interrupt, a full disk and the like become one line on standard
     error, and so do logits of NaN, which allow no conclusion (status `NOT_FINITE`).
+    Where the file of `parse` is run, and not imported, it ends the process with that.
 
     Args:
       name: the script's name, which begins that line.
@@ -87,17 +88,14 @@ def script(
         print(f"{name}: {line}", file=sys.stderr)
         return status
 
+    if parse.__module__ == "__main__":
+        status = main()
+        if status == INTERRUPTED:
+            # Skips the interpreter's clean-up: that of jax crashes in a computation.
+            sys.stdout.flush()
+            os._exit(status)
+        sys.exit(status)
     return main
-
-
-def end(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with the exit status of `main()`."""
-    status = main()
-    if status == INTERRUPTED:
-        # Skips the interpreter's clean-up: that of jax crashes during a computation.
-        sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
 
 
 def _line_of(error: Exception) -> str | None:

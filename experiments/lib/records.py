@@ -18,7 +18,7 @@ import jaxlib
 import numpy as np
 
 import spec_jax
-from experiments.lib import cli, files, terminal
+from experiments.lib import cli, files
 from spec_jax import compilation
 
 
@@ -29,15 +29,15 @@ RESULTS = pathlib.Path(__file__).parents[1] / "results"
 def script(
     name: str,
     parse: Callable[[Sequence[str] | None], argparse.Namespace],
-    work: Callable[[argparse.Namespace, "JsonLines", terminal.Console], int],
+    work: Callable[[argparse.Namespace, "JsonLines"], int],
     **options: Any,
 ) -> Callable[..., int]:
     """Returns the `main` of a script that writes rows: that of `cli.script`, with a
-    `work` that also gets the file of `--out`, and standard output."""
+    `work` that also gets the file of `--out`."""
 
     def run(args: argparse.Namespace) -> int:
         with JsonLines(args.out, allow_dirty=args.allow_dirty) as out:
-            return work(args, out, terminal.console())
+            return work(args, out)
 
     return cli.script(name, parse, run, **options)
 

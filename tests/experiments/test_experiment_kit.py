@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from script_runs import ROOT, last_line, rows_of, run_python
 
-from experiments.lib import cli, fan_out, flags, records, results, tables, terminal
+from experiments.lib import cli, fan_out, flags, records, results, tables
 
 
 def run(error: BaseException | None, **given) -> int:
@@ -142,7 +142,7 @@ def test_a_failure_is_a_row(tmp_path):
 
     path, columns = tmp_path / "a.jsonl", {"x": {"equal": ""}}
     with records.JsonLines(path) as out:
-        report = lambda: tables.Report(out, terminal.console(), columns)
+        report = lambda: tables.Report(out, columns)
         one = report()
         one.add("b", lambda: fail(ValueError("no such shape\nand more")))
         (row,) = rows_of(path)
