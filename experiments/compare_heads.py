@@ -49,9 +49,8 @@ GAMMA = 4
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    cli.add(
-        parser,
-        f"""
+    text = f"""
+        trees prompts gen-tokens out
         --target DIR=smollm2  the model that all heads draft for
         --heads NAME,...={",".join(HEADS)}  that are trained and compared
         --texts FOLDER=drafter  has the rollouts and their cache
@@ -60,17 +59,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --draft-vocab N=4096  tokens that a head can draft
         --taps K,K,..=2,15,27  hidden states that all heads read
         --context TOKENS,...=128,512,2048  lengths of prompts
-        """,
-        **{
-            "NAME,...": cli.names(cli.one_of(HEADS)),
-            "K,K,..": str,
-            "FOLDER": pathlib.Path,
-            "DIR": str,
-        },
-    )
-    flags.add(parser, "trees prompts gen-tokens", prompts="50")
+        """
+    kinds = {"K,K,..": str, "FOLDER": pathlib.Path, "DIR": str}
+    kinds["NAME,..."] = cli.names(cli.one_of(HEADS))
+    rows = "of training, and those of sweep.py, for each head"
+    flags.add(parser, text, kinds=kinds, prompts=50, out=rows)
     parser.set_defaults(tree=(flags.NO_TREE, "4x4:7", "4x4:15", "4x4:31"))
-    flags.add(parser, "out", out="of training, and those of sweep.py, for each head")
     parser.add_argument(
         "training",
         nargs="*",

@@ -54,23 +54,18 @@ MATCHED_NGRAM = 2
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    models = parser.add_argument_group("models")
-    flags.add(models, "target draft impl isa")
-    text = f"--dtype TYPE={EXACT_DTYPE}  dtype of all models"
-    cli.add(models, text, TYPE=("float32", "bfloat16"))
+    text = f"target draft impl isa --dtype TYPE={EXACT_DTYPE}  dtype of all models"
+    kinds = {"TYPE": ("float32", "bfloat16")}
+    flags.add(parser, text, title="models", kinds=kinds)
     parser.set_defaults(weights=None, draft_weights=None)
-    runs = parser.add_argument_group("runs")
-    cli.add(
-        runs,
-        """
+    text = """
+        raw page-size prompts gen-tokens repeats
         --lengths TOKENS+=32,128,512  of the prompts of each class: short, medium, long
         --gammas K,K,...=3,5,7,10  tokens drafted per round, K
         --per-length N=2  prompts of each class
         --ignore-stop  do not end at stop tokens, on either side
-        """,
-    )
-    names = "raw page-size prompts gen-tokens repeats"
-    flags.add(runs, names, prompts=50, gen_tokens=32, repeats=3)
+        """
+    flags.add(parser, text, title="runs", prompts=50, gen_tokens=32, repeats=3)
     rows = "one per prompt as it finishes, one per way to generate, a summary"
     flags.add(parser, "out", out=rows)
     args = flags.parsed(parser, argv)

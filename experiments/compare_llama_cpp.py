@@ -58,24 +58,21 @@ TESTS = {
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    group = parser.add_argument_group("models")
-    flags.add(group, "models drafters", drafters="ngram")
-    build = parser.add_argument_group("llama.cpp")
-    cli.add(
-        build,
-        """
+    flags.add(parser, "models drafters", title="models", drafters="ngram")
+    text = """
         --llama-bin DIR  of a build: the folder of llama-bench, llama-completion and
             llama-speculative-simple (docs/measurements.md says how to build them);
             heads are converted by the script in the sources that it is of
         --gguf FILE,...  the target as llama.cpp is to read it; of the second and later
             ones, quantised otherwise, it decodes plainly, too
-        """,
-        **{"FILE,...": cli.names(pathlib.Path)},
-    )
-    runs = parser.add_argument_group("runs")
-    names = "gammas page-size prompts gen-tokens repeats raw"
-    flags.add(runs, names, gammas=4, prompts=50, repeats=3)
-    cli.add(runs, "--no-steps  leave llama-bench and our steps out")
+        """
+    kinds = {"FILE,...": cli.names(pathlib.Path)}
+    flags.add(parser, text, title="llama.cpp", kinds=kinds)
+    text = """
+        gammas page-size prompts gen-tokens repeats raw
+        --no-steps  leave llama-bench and our steps out
+        """
+    flags.add(parser, text, title="runs", gammas=4, prompts=50, repeats=3)
     flags.add(parser, "out", out="one per prompt as it finishes, then figures")
     args = flags.parsed(parser, argv)
     if args.llama_bin is None or args.gguf is None:

@@ -64,22 +64,18 @@ PROMPT = "Describe a person as JSON, with name, trade and likes."
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add(parser.add_argument_group("models"), "models")
-    group = parser.add_argument_group("answers and times")
-    flags.add(group, "drafter gen-tokens repeats", gen_tokens=128, repeats=60)
-    cli.add(
-        group,
-        """
+    flags.add(parser, "models", title="models")
+    text = """
+        drafter gen-tokens repeats
         --answers N=100  to draw, a seed each
         --steps N=16  tokens that are timed at a time, of decoding and of rounds
         --batch N=8  answers at once
         --gamma N=4  drafts of a round, at most
         --table  compare with decoding, in place of answers and times: with --batch
             prompts at once, at temperatures 0, 0.7 and 1
-        """,
-    )
-    group = parser.add_argument_group("sampling")
-    flags.add(group, "temperature noise", temperature=1.0)
+        """
+    flags.add(parser, text, title="answers and times", gen_tokens=128, repeats=60)
+    flags.add(parser, "temperature noise", title="sampling", temperature=1.0)
     rows = "one of the answers, then one per way and processor; or of the table"
     flags.add(parser, "out", out=rows)
     return flags.parsed(parser, argv)

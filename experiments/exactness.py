@@ -44,23 +44,20 @@ MOST_SHOWN = 10
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    _add_input_flags(parser.add_argument_group("models and prompts"))
-    _add_axis_flags(parser.add_argument_group("axes: lists, the base first"))
-    rows = "one per prompt and cell as it finishes, taken up again"
-    flags.add(parser, "out", out=rows)
-    cli.add(
-        parser,
-        """
+    _add_input_flags(parser)
+    _add_axis_flags(parser)
+    text = """
+        out
         --certificate FILE  JSON: versions, device, settings, and hashes of every
             result; of code whose commit it can name, or with --allow-dirty marked
         --verify CERTIFICATE  run a certificate's cells again, and say where they agree;
             axes and lengths are those of the certificate
         --limit N  with --verify: the first N prompts only, but no fewer than the
             largest batch of the certificate has
-        """,
-        CERTIFICATE=pathlib.Path,
-    )
-    flags.add(parser.add_argument_group("cells on a cluster"), "cluster")
+        """
+    rows = "one per prompt and cell as it finishes, taken up again"
+    flags.add(parser, text, kinds={"CERTIFICATE": pathlib.Path}, out=rows)
+    flags.add(parser, "cluster", title="cells on a cluster")
     args = flags.parsed(parser, argv)
     _name_head(args)
     if args.limit and not args.verify:
@@ -89,12 +86,10 @@ def _name_head(args: argparse.Namespace) -> None:
             raise ValueError(f"--head is the drafter {kind}'s: add that alone")
 
 
-def _add_input_flags(group: argparse._ActionsContainer) -> None:
+def _add_input_flags(parser: argparse.ArgumentParser) -> None:
     (prompts, tokens), (most, longest) = plans.BRIEF, plans.FULL
-    flags.add(group, "target draft raw isa")
-    cli.add(
-        group,
-        f"""
+    text = f"""
+        target draft raw isa
         --head DIR  folder of the head that the drafter eagle3, dflash or dspark is
             (default: the one that is shipped for the target)
         --prompts N|FILE[:N]  prompts, as in spec_round.py (default: {prompts};
@@ -105,21 +100,23 @@ def _add_input_flags(group: argparse._ActionsContainer) -> None:
         --full  long texts, many prompts, and every axis but dtype, impl and slab: about
             an hour on two idle cores with native kernels
         --product  every combination of the axes' values
-        """,
-        **{"N|FILE[:N]": str},
-    )
+        """
+    flags.add(parser, text, title="models and prompts")
 
 
-def _add_axis_flags(group: argparse._ActionsContainer) -> None:
+def _add_axis_flags(parser: argparse.ArgumentParser) -> None:
+    lines, kinds = ["trees"], dict[str, Any]()
     for name, axis in plans.AXES.items():
         listed, kind = "numbers", cli.positive
         if axis.kinds:
             listed = ", ".join(axis.kinds)
             kind = cli.one_of(axis.kinds, can_import=name == "drafter")
-        default = plans.default_text(name)
-        text = f"{cli.flag_of(name)} A,B,..  {axis.what}: {listed} (default: {default})"
-        cli.add(group, text, **{"A,B,..": cli.names(kind)})
-    flags.add(group, "trees")
+        default, values = plans.default_text(name), f"{name.upper()},.."
+        about = f"{axis.what}: {listed} (default: {default})"
+        lines.append(f"{cli.flag_of(name)} {values}  {about}")
+        kinds[values] = cli.names(kind)
+    text, title = "\n".join(lines), "axes: lists, the base first"
+    flags.add(parser, text, title=title, kinds=kinds)
 
 
 def run(args: argparse.Namespace, out: records.JsonLines) -> int:

@@ -31,16 +31,13 @@ ROWS = 8
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    names = "device impl dtype weights isa out"
-    flags.add(parser, names, out="hashes, and one per way to read")
-    cli.add(
-        parser,
-        """
+    text = """
+        device impl dtype weights isa out
         --preset PRESET=tiny  the model whose shapes are taken
         --contexts N,N,...=5,300  tokens of the prompts
-        """,
-        PRESET=sorted(subjects.PRESETS),
-    )
+        """
+    kinds = {"PRESET": sorted(subjects.PRESETS)}
+    flags.add(parser, text, kinds=kinds, out="hashes, and one per way to read")
     args = parser.parse_args(argv)
     flags.choose_isa(args)
     return args

@@ -36,11 +36,8 @@ MEASURED, FAILED = 0, 2
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    models = parser.add_argument_group("models")
-    flags.add(models, "models")
-    cli.add(
-        models,
-        """
+    text = """
+        models
         --preset PRESET  a target of random weights in that shape, mostly a released
             model's
         --draft-preset PRESET  a draft, likewise
@@ -48,15 +45,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             published ones, as many tokens as those do
         --head-tree ROWS  it drafts trees of so many rows: of seven first children, and
             of their siblings
-        """,
-        PRESET=sorted(subjects.PRESETS),
-        HEAD=subjects.HEADS,
-    )
-    group = parser.add_argument_group("steps")
-    flags.add(group, "gamma page-size")
-    cli.add(
-        group,
         """
+    kinds = {"PRESET": sorted(subjects.PRESETS), "HEAD": subjects.HEADS}
+    flags.add(parser, text, title="models", kinds=kinds)
+    text = """
+        gamma page-size repeats gen-tokens temperature noise
         --contexts TOKENS+=64,256,1024  context lengths of a plain step; everything else
             is measured at the first of them
         --rows N,N,...  active rows of a window, the most of them at every context
@@ -74,10 +67,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             --gamma)
         --dry-run  run nothing: trace and lower every program, for a GPU with --device
             gpu wherever this is, and compile it where there is one
-        """,
-        **{"FOLDER": pathlib.Path, "RATE,RATE,...": cli.names(forced_rounds.rate)},
-    )
-    flags.add(group, "repeats gen-tokens temperature noise", repeats=20)
+        """
+    kinds = {"FOLDER": pathlib.Path, "RATE,RATE,...": cli.names(forced_rounds.rate)}
+    flags.add(parser, text, title="steps", kinds=kinds, repeats=20)
     flags.add(parser, "device out", out="one per step, then one summary")
     args = flags.parsed(parser, argv)
     _check(parser, args)

@@ -28,7 +28,6 @@ from experiments.lib import (
 )
 from spec_jax import algorithms, loading
 from spec_jax.model import (
-    config as config_lib,
     fingerprint,
     load,
     params as params_lib,
@@ -37,7 +36,6 @@ from spec_jax.model import (
 )
 from spec_jax.ops import dispatch, projection
 from spec_jax.paging import cache
-from spec_jax.typing import IMPLS
 
 
 EQUAL, DIFFERENT = 0, 2
@@ -49,24 +47,22 @@ Row = dict[str, Any]
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    text = "--target DIR  Hugging Face Qwen3 folder (default: the embedded target)"
-    cli.add(parser, text)
-    group = parser.add_argument_group("texts")
-    flags.add(group, "prompts gen-tokens raw", prompts=1)
-    cli.add(group, "--gamma TOKENS=4  drafts of a window, which are decoding's own")
-    group = parser.add_argument_group("the two runs")
-    cli.add(
-        group,
+    text = """
+        out
+        --target DIR  Hugging Face Qwen3 folder (default: the embedded target)
         """
-        --impl IMPL=auto  kernels
+    flags.add(parser, text, out="one, what was seen")
+    text = """
+        prompts gen-tokens raw
+        --gamma TOKENS=4  drafts of a window, which are decoding's own
+        """
+    flags.add(parser, text, title="texts", prompts=1)
+    text = """
+        impl
         --dtype TYPE  of both runs (default: the model's)
         --verify-path PATH=paged-decode  how windows are verified
-        """,
-        PATH=microscope.PATHS,
-        IMPL=IMPLS,
-        TYPE=config_lib.DTYPES,
-    )
-    flags.add(parser, "out", out="one, what was seen")
+        """
+    flags.add(parser, text, title="the two runs", kinds={"PATH": microscope.PATHS})
     args = parser.parse_args(argv)
     if args.gen_tokens <= args.gamma:
         parser.error(

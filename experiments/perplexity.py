@@ -20,15 +20,12 @@ FORMS = (None, "q8_0", "q4_1")
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add(parser, "target dtype impl isa prompts", prompts=50)
-    cli.add(
-        parser,
-        """
+    text = """
+        target dtype impl isa prompts out
         --window TOKENS=512  of a window; the second half is scored
         --windows N=8  at most
-        """,
-    )
-    flags.add(parser, "out", out="one for each form of the weights")
+        """
+    flags.add(parser, text, prompts=50, out="one for each form of the weights")
     args = parser.parse_args(argv)
     flags.choose_isa(args)
     return args

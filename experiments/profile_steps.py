@@ -44,27 +44,21 @@ _ROUND = "round"
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add(parser.add_argument_group("models"), "models mesh")
-    group = parser.add_argument_group("steps")
-    cli.add(
-        group,
-        """
+    flags.add(parser, "models mesh", title="models")
+    text = """
+        gamma page-size drafter repeats
         --batch N,N,...=1,4,16  slots
         --contexts TOKENS,...=64,256  tokens in each slot
         --steps N=20  steps of one timed call
-        """,
-    )
-    flags.add(group, "gamma page-size drafter repeats", repeats=20)
-    group = parser.add_argument_group("confidences")
-    cli.add(
-        group,
         """
+    flags.add(parser, text, title="steps", repeats=20)
+    text = """
+        prompts gen-tokens raw
         --calibrate T,...  temperatures of the target's draws, 0 is greedy, for each of
             which confidences are calibrated (default: none)
         --seed I=0  of the draws
-        """,
-    )
-    flags.add(group, "prompts gen-tokens raw", prompts=50)
+        """
+    flags.add(parser, text, title="confidences", prompts=50)
     flags.add(parser, "out", out="calibrations, then one profile a batch and context")
     return flags.parsed(parser, argv)
 

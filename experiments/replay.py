@@ -93,27 +93,23 @@ class Way:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    rows = "texts FILE  rows of spec_round.py --ignore-stop --out"
-    cli.add(parser, rows, FILE=pathlib.Path)
+    texts = "texts FILE  rows of spec_round.py --ignore-stop --out"
+    cli.add(parser, texts, FILE=pathlib.Path)
     replayed = [n for n in registry.names() if n not in registry.NEED_TARGET]
-    flags.add(parser, "drafters", drafters=",".join(replayed))
-    cli.add(
-        parser,
-        """
+    text = """
+        drafters out
         --draft DIR  folder of the draft model (default: that of the embedded pair)
         --gamma TOKENS,...=1,2,4,7  tokens drafted per round: a row for each
         --round-costs T,T,...  what rounds of 0, 1, 2 .. drafts take, in any unit, up to
             the largest gamma
         --lookup-costs T,T,...  the same of drafts that are looked up, in that unit
             (default: --round-costs)
-        --gamma-policy NAME,...  policies that go by these costs, a row for each
-        """,
-        **{
-            "T,T,...": round_costs,
-            "NAME,...": cli.names(cli.one_of(policies.MEASURED[1:])),
-        },
-    )
-    flags.add(parser, "out", out="one per drafter and gamma, as the table shows them")
+        --gamma-policy POLICY,...  policies that go by these costs, a row for each
+        """
+    named = cli.names(cli.one_of(policies.MEASURED[1:]))
+    kinds = {"T,T,...": round_costs, "POLICY,...": named}
+    rows = "one per drafter and gamma, as the table shows them"
+    flags.add(parser, text, kinds=kinds, drafters=",".join(replayed), out=rows)
     args = parser.parse_args(argv)
     for flag in ("gamma_policy", "lookup_costs"):
         if getattr(args, flag) and not args.round_costs:

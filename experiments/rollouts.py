@@ -45,28 +45,21 @@ EQUAL, NOT_EQUAL = 0, 2
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add(parser.add_argument_group("models"), "models")
-    group = parser.add_argument_group("rollouts")
-    names = "drafter prompts raw gen-tokens page-size repeats"
-    flags.add(group, names, prompts=4, repeats=3)
-    cli.add(
-        group,
-        """
+    flags.add(parser, "models", title="models")
+    text = """
+        drafter prompts raw gen-tokens page-size repeats
         --samples N=4  of each prompt, all from one seed
         --batch N=8  samples at once
         --gamma N=7  drafts of a round, at most
-        """,
-    )
-    group = parser.add_argument_group("sampling")
-    flags.add(group, "temperature noise processor", temperature=1.0)
-    group = parser.add_argument_group("learning")
-    cli.add(
-        group,
         """
+    flags.add(parser, text, title="rollouts", prompts=4, repeats=3)
+    drawn = "temperature noise processor"
+    flags.add(parser, drawn, title="sampling", temperature=1.0)
+    text = """
         --steps I=0  steps of REINFORCE after the comparison
         --learning-rate RATE=0.0003  of Adam
-        """,
-    )
+        """
+    flags.add(parser, text, title="learning")
     flags.add(parser, "out", out="one per sample, one per way, then one per step")
     args = flags.parsed(parser, argv)
     if args.samples > 1 and not args.temperature:
@@ -74,8 +67,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             f"--samples {args.samples} of --temperature 0 are one text: give a "
             "temperature above 0, or --samples 1"
         )
-    filters = (*flags.NOISE, "processor")
-    if args.steps and any(getattr(args, n) != parser.get_default(n) for n in filters):
+    if args.steps and flags.given(parser, args, (*flags.NOISE, "processor")):
         parser.error(
             "--steps are of what the model itself draws: leave filters out, and "
             "processors"

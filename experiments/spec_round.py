@@ -32,26 +32,20 @@ MATCHED, NOT_MATCHED = 0, 2
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add(parser.add_argument_group("models"), "models mesh")
-    runs = parser.add_argument_group("runs")
-    flags.add(runs, "gamma page-size tree drafter rule")
-    flags.add(runs, "prompts gen-tokens repeats ignore-stop raw", prompts=10)
-    cli.add(
-        runs,
-        """
+    flags.add(parser, "models mesh", title="models")
+    text = """
+        gamma page-size tree drafter rule prompts gen-tokens repeats ignore-stop raw
         --prefill HOW  how prompts enter the cache; rows makes even their K/V
             bit-identical to decoding (default: the faster, rows with native kernels,
             else batched)
         --batch N  run so many prompts at once, refilled as they end, and compare each
             with autoregressive decoding alone (default: one after the other)
         --cache KIND=paged  pages, or one contiguous block per sequence
-        """,
-        HOW=("batched", "rows"),
-        KIND=row_model.CACHE_KINDS,
-    )
-    flags.add(parser.add_argument_group("adaptive gamma"), "policy")
-    group = parser.add_argument_group("sampling")
-    flags.add(group, "temperature noise processor")
+        """
+    kinds = {"HOW": ("batched", "rows"), "KIND": row_model.CACHE_KINDS}
+    flags.add(parser, text, title="runs", kinds=kinds, prompts=10)
+    flags.add(parser, "policy", title="adaptive gamma")
+    flags.add(parser, "temperature noise processor", title="sampling")
     # None: the flag was not given.
     parser.set_defaults(gamma=None, gamma_policy=None)
     flags.add(parser, "out", out="one per prompt as it finishes, then one summary")

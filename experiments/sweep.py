@@ -71,13 +71,26 @@ def cell_of(row: Mapping[str, Any]) -> Cell:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unusable ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add(parser.add_argument_group("models"), "models mesh")
-    _add_grid(parser.add_argument_group("grid: a cell for each combination"))
-    shared = parser.add_argument_group("the same in all cells")
-    flags.add(shared, "rule gen-tokens repeats ignore-stop raw")
-    noise = parser.add_argument_group("sampling, where the temperature is above 0")
-    flags.add(noise, "noise")
-    flags.add(parser.add_argument_group("cells on a cluster"), "cluster")
+    flags.add(parser, "models mesh", title="models")
+    text = f"""
+        drafters gammas page-size trees
+        --prompts N|FILE[:N]+=10  prompt sets: the first N bundled prompts, or files as
+            spec_round.py takes them, or a folder, for all its files *.jsonl and those
+            of its folders
+        --context TOKENS,...  bring at most {prompts_lib.PER_CONTEXT} prompts to so many
+            tokens, by those before them in the file: each number is a cell
+        --temperature T,...=0  divides the logits; 0 is greedy
+        --gamma-policy POLICY,...=fixed  of {", ".join(policies.MEASURED)};
+            where they adapt, --gamma is the most that they may choose
+        """
+    kinds = {"POLICY,...": cli.names(cli.one_of(policies.MEASURED))}
+    title = "grid: a cell for each combination"
+    flags.add(parser, text, title=title, kinds=kinds, gammas="1,2,4")
+    parser.set_defaults(tree=(flags.NO_TREE,))
+    shared = "rule gen-tokens repeats ignore-stop raw"
+    flags.add(parser, shared, title="the same in all cells")
+    flags.add(parser, "noise", title="sampling, where the temperature is above 0")
+    flags.add(parser, "cluster", title="cells on a cluster")
     rows = "one per finished cell; cells that are there already are not run again"
     flags.add(parser, "out", out=rows)
     args = flags.parsed(parser, argv)
@@ -87,25 +100,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args.gamma_max = max(args.gamma)
     flags.check_tree(parser, args, "gamma_policy")
     return args
-
-
-def _add_grid(group: argparse._ActionsContainer) -> None:
-    flags.add(group, "drafters gammas page-size trees", gammas="1,2,4")
-    group.set_defaults(tree=(flags.NO_TREE,))
-    cli.add(
-        group,
-        f"""
-        --prompts N|FILE[:N]+=10  prompt sets: the first N bundled prompts, or files as
-            spec_round.py takes them, or a folder, for all its files *.jsonl and those
-            of its folders
-        --context TOKENS,...  bring at most {prompts_lib.PER_CONTEXT} prompts to so many
-            tokens, by those before them in the file: each number is a cell
-        --temperature T,...=0  divides the logits; 0 is greedy
-        --gamma-policy NAME,...=fixed  of {", ".join(policies.MEASURED)};
-            where they adapt, --gamma is the most that they may choose
-        """,
-        **{"NAME,...": cli.names(cli.one_of(policies.MEASURED)), "N|FILE[:N]": str},
-    )
 
 
 def _sets_of(source: str) -> list[str]:

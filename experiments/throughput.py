@@ -61,21 +61,16 @@ class Way:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add(parser.add_argument_group("models"), "models mesh")
-    group = parser.add_argument_group("runs")
-    cli.add(group, "--batch N,N,...=1,2,4,8,16  sequences at once")
-    flags.add(group, "gammas page-size tree drafter rule", gammas=4)
-    flags.add(group, "prompts raw gen-tokens repeats", prompts=32, repeats=3)
-    cli.add(
-        group,
-        """
+    flags.add(parser, "models mesh", title="models")
+    text = """
+        gammas page-size tree drafter rule prompts raw gen-tokens repeats
+        --batch N,N,...=1,2,4,8,16  sequences at once
         --adversarial  let the drafter work as always, and have each of its drafts be
             wrong, however sure it is of it
-        """,
-    )
-    flags.add(parser.add_argument_group("adaptive gamma"), "policy")
-    group = parser.add_argument_group("sampling")
-    flags.add(group, "temperature noise processor")
+        """
+    flags.add(parser, text, title="runs", gammas=4, prompts=32, repeats=3)
+    flags.add(parser, "policy", title="adaptive gamma")
+    flags.add(parser, "temperature noise processor", title="sampling")
     flags.add(parser, "out", out="one per run as it finishes, then one per way")
     args = flags.parsed(parser, argv)
     flags.check_tree(parser, args, "gamma_policy", "schedule", "adversarial")
