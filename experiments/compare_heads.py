@@ -146,8 +146,8 @@ def train(args: argparse.Namespace, head: str) -> dict[str, Any]:
     }
 
 
-def evaluate(args: argparse.Namespace, head: str) -> tuple[int, list[dict[str, Any]]]:
-    """Runs a head on the prompts; returns the exit status and the rows of `sweep.py`.
+def evaluate(args: argparse.Namespace, head: str) -> tuple[bool, list[dict[str, Any]]]:
+    """Runs a head on the prompts; returns whether all is well, and rows of `sweep.py`.
 
     It drafts chains alone after prompts of `--context` tokens.
     """
@@ -161,13 +161,13 @@ def evaluate(args: argparse.Namespace, head: str) -> tuple[int, list[dict[str, A
         gen_tokens=args.gen_tokens,
     )
     told += ["--allow-dirty"] * args.allow_dirty
-    status, rows = 0, []
+    is_well, rows = True, []
     for name, axis in (("trees", "tree"), ("contexts", "context")):
         out = args.work / head / f"{name}.jsonl"
         cells = _words(out=out, **{axis: ",".join(map(str, getattr(args, axis)))})
-        status = max(status, sweep.run(sweep.parse_args([*told, *cells])))
+        is_well &= sweep.run(sweep.parse_args([*told, *cells]))
         rows += [row | {"head": head} for row in files.read_rows(out)]
-    return status, rows
+    return is_well, rows
 
 
 COLUMNS = {
@@ -180,8 +180,8 @@ COLUMNS = {
 """The columns of the table, for `tables.print_rows`."""
 
 
-def run(args: argparse.Namespace, out: records.JsonLines) -> int:
-    """Trains and evaluates all heads, or what is left; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Trains and evaluates all heads, or what is left; returns whether all is well."""
     for head in args.heads:  # Checks all flags before hours of training.
         told = training_of(args, head, "train")
         families.check_flags(told)
@@ -190,7 +190,7 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     evaluated = [evaluate(args, head) for head in args.heads]
     out.write_all([*trained, *(row for _, rows in evaluated for row in rows)])
     tables.print_rows(trained, COLUMNS)
-    return max(status for status, _ in evaluated)
+    return all(is_well for is_well, _ in evaluated)
 
 
 main = records.script(

@@ -38,8 +38,6 @@ from spec_jax.drafters import ngram
 from spec_jax.model import hub
 
 
-IDENTICAL, NOT_IDENTICAL = 0, 2
-
 EXACT_DTYPE = "float32"
 """The dtype with equal tokens: in bfloat16 two correct libraries round differently."""
 
@@ -297,8 +295,8 @@ NOTE = (
 )
 
 
-def run(args: argparse.Namespace, out: records.JsonLines) -> int:
-    """Loads models, measures, writes and prints rows; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Loads models, measures, writes and prints rows; returns whether all is well."""
     sides, subject = load(args)
     out.common = {
         **models_lib.describe(args, sides.lm),
@@ -337,8 +335,7 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> int:
         f"{args.dtype}: {sum(same)} of {len(done)} prompts as Hugging Face's greedy "
         f"decoding; drafted as without drafts: {str(matched).lower()}",
     )
-    is_same = matched and (all(same) or args.dtype != EXACT_DTYPE)
-    return IDENTICAL if is_same else NOT_IDENTICAL
+    return matched and (all(same) or args.dtype != EXACT_DTYPE)
 
 
 main = records.script("compare_hf.py", parse_args, run)

@@ -36,8 +36,6 @@ from spec_jax.drafters import registry
 from spec_jax.model import eagle3_files, gguf_header, head_dialects
 
 
-MATCHED, NOT_MATCHED = 0, 2
-
 PLAIN, THEIRS = compare.PLAIN, "llama.cpp"
 BOTH = ("ours", "theirs")
 CONTEXT = 32
@@ -290,8 +288,8 @@ NOTE = (
 )
 
 
-def run(args: argparse.Namespace, out: records.JsonLines) -> int:
-    """Loads models, measures, writes and prints rows; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Loads models, measures, writes and prints rows; returns whether all is well."""
     programs = [args.llama_bin / name for name in llama_cpp.PROGRAMS]
     for path in (*args.gguf, *programs):
         if not path.is_file():
@@ -326,7 +324,7 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     out.write_all(of_prompts)
     tables.print_rows([*of_prompts, *found], COLUMNS)
     tables.print_note(NOTE)
-    return MATCHED if all(one.matched for one in done) else NOT_MATCHED
+    return all(one.matched for one in done)
 
 
 main = records.script("compare_llama_cpp.py", parse_args, run)

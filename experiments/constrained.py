@@ -38,8 +38,6 @@ from experiments.lib import (
 from spec_jax.debug import evidence
 
 
-GOOD, BAD = 0, 2
-
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -226,8 +224,8 @@ def table_of(
             advance()
 
 
-def run(args: argparse.Namespace, out: records.JsonLines) -> int:
-    """Draws, parses and times, or compares; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Draws, parses and times, or compares; returns whether all is well."""
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
     has_chat = lm.tokenizer is not None and lm.tokenizer.has_chat_template
     prompt = [{"role": "user", "content": PROMPT}] if has_chat else PROMPT
@@ -235,7 +233,7 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     if args.table:
         table = out.write_all(table_of(args, lm))
         tables.print_rows(table, CELLS)
-        return GOOD if all(map(published.is_equal, table)) else BAD
+        return all(map(published.is_equal, table))
     answers = draw(args, lm, prompt)
     out.write(answers)
     terminal.show(
@@ -252,7 +250,7 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> int:
         for way, name in found.seconds
     )
     tables.print_rows([row | out.common for row in rows], COLUMNS)
-    return GOOD if answers["parsed"] == answers["answers"] else BAD
+    return answers["parsed"] == answers["answers"]
 
 
 def median_fields(found: bench.Timings, case: Any, to: Any) -> dict[str, float]:

@@ -30,9 +30,6 @@ from experiments.lib import (
 from spec_jax import loading
 
 
-MEASURED, FAILED = 0, 2
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
@@ -114,8 +111,8 @@ def _check(parser: cli.Parser, args: argparse.Namespace) -> None:
             parser.error(words)
 
 
-def run(args: argparse.Namespace, out: records.JsonLines) -> int:
-    """Loads and measures, writes and prints each row; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Loads and measures, writes and prints each row; returns whether all is well."""
     lm = subjects.load(args, gamma_max=args.gamma, slab=args.slab)
     if args.head:  # The head decides how many tokens it drafts.
         args.gamma = lm.gamma_max
@@ -148,7 +145,7 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> int:
         works = [cost.work for group in groups for cost in group]
         works += make_runs().programs(args.gamma) if args.forced else []
         compile_all(args, works, shown)
-        return FAILED if shown.failed else MEASURED
+        return not shown.failed
     for group in groups:
         # Tracing raises `ValueError` for flags that do not fit the kernels.
         measure = lambda g=group: measure_steps(args, lm, g)
@@ -164,7 +161,7 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> int:
             make_runs(), g, args.forced, **how
         )
         shown.add(f"gamma {gamma}", measure)
-    return FAILED if shown.failed else MEASURED
+    return not shown.failed
 
 
 def compile_all(

@@ -79,8 +79,8 @@ def rows(args: argparse.Namespace, text: str) -> Iterator[dict]:
         yield row
 
 
-def run(args: argparse.Namespace, out: records.JsonLines) -> int:
-    """Measures, writes and prints; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> None:
+    """Measures, writes and prints."""
     read = prompt_files.parse(args.prompts)
     text = "\n\n".join(str(prompt.text) for prompt in read)
     out.common = {"prompt_source": args.prompts, **records.provenance()}
@@ -88,7 +88,6 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> int:
         out.write(row)
         ratio = f"{row['ratio']:.4f} x dense +- {row['ratio_error']:.4f}"
         terminal.show(f"{row['weights']}: {row['perplexity']:.4f}, {ratio}")
-    return 0
 
 
 main = records.script("perplexity.py", parse_args, run)

@@ -37,7 +37,6 @@ from spec_jax import algorithms, loading
 from spec_jax.engine import protocols
 
 
-MEASURED = 0
 _ROUND = "round"
 
 
@@ -63,8 +62,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return flags.parsed(parser, argv)
 
 
-def run(args: argparse.Namespace, out: records.JsonLines) -> int:
-    """Measures, writes and shows each profile; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> None:
+    """Measures, writes and shows each profile."""
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
     subject = models.prepare(args, lm, args.prompts) if args.calibrate else None
     if subject is not None and len(subject.prompts) < 2:
@@ -78,7 +77,6 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> int:
             row = profile(args, lm, num_slots=num_slots, context=context)
             out.write(row)
             show(row)
-    return MEASURED
 
 
 def profile(

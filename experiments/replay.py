@@ -46,7 +46,6 @@ from spec_jax.paging import index
 from spec_jax.rules import sampling
 
 
-DONE = 0
 SURE = 1e6
 """The logit of a text's own token: no draw's noise lifts another token above it."""
 SAMPLING = ("temperature", *flags.NOISE, "seed")
@@ -329,8 +328,8 @@ def compare(
         row["regret_by_text"] = seconds / float(best_s) - 1
 
 
-def run(args: argparse.Namespace, out: records.JsonLines) -> int:
-    """Evaluates the drafters, writes and shows the rows; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> None:
+    """Evaluates the drafters, writes and shows the rows."""
     texts, found = read(args.texts), []
     if args.round_costs:
         args.round_costs.upto(max(args.gamma))  # Raises if there are too few.
@@ -357,7 +356,6 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     out.write_all(found)
     columns = COLUMNS | (COSTS if args.round_costs else {})
     tables.print_rows(found, columns)
-    return DONE
 
 
 COLUMNS: dict[str, tables.Column] = {

@@ -39,9 +39,6 @@ from spec_jax import testing
 from spec_jax.engine import protocols
 
 
-EQUAL, NOT_EQUAL = 0, 2
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
@@ -161,8 +158,8 @@ def worst_ratio(learner: Any, sampler: Any) -> float:
     return max(ratios, key=lambda x: abs(x - 1), default=1.0)
 
 
-def run(args: argparse.Namespace, out: records.JsonLines) -> int:
-    """Draws, scores and compares, then learns; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Draws, scores and compares, then learns; returns whether all is well."""
     names = ("temperature", "top_k", "top_p", "min_p", "seed")
     sampling = sj.Sampling(**{name: getattr(args, name) for name in names})
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
@@ -188,8 +185,7 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> int:
         steps = out.write_all(reinforce.learn(lm, ids, settings, **how))
         tables.print_rows([row | out.common for row in steps], STEPS)
     is_equal = rows[0]["equal"] == len(samples)
-    is_equal &= all(row["ratio"] == 1 for row in steps)
-    return EQUAL if is_equal else NOT_EQUAL
+    return is_equal and all(row["ratio"] == 1 for row in steps)
 
 
 def summaries(

@@ -26,9 +26,6 @@ from experiments.lib import (
 from spec_jax.model import row_model
 
 
-MATCHED, NOT_MATCHED = 0, 2
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
@@ -104,9 +101,8 @@ def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
     }
 
 
-def run(args: argparse.Namespace, out: records.JsonLines) -> int:
-    """Runs every prompt, and writes its line and the summary; returns the exit
-    status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Runs every prompt, writes and shows the rows; returns whether all is well."""
     subject = load(args)
     settings, prompts = subject.settings, subject.prompts
     if args.batch is not None and args.batch > len(prompts):
@@ -137,7 +133,7 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> int:
         terminal.show()
         tables.print_cells(rows, title="by category")
         tables.print_note(tables.CELLS_NOTE)
-    return NOT_MATCHED if summary["matched"] is False else MATCHED
+    return summary["matched"] is not False
 
 
 main = records.script("spec_round.py", parse_args, run)

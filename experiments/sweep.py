@@ -35,8 +35,6 @@ from spec_jax.drafters import tree_shapes
 from spec_jax.model import fingerprint
 
 
-MATCHED, NOT_MATCHED = 0, 2
-
 ALL = "all"
 """The category of a cell that has the prompts of all categories."""
 
@@ -241,8 +239,8 @@ def print_sets(rows: Sequence[dict]) -> None:
     tables.print_note(tables.CELLS_NOTE)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs the missing cells and shows all of them; returns the exit status."""
+def run(args: argparse.Namespace) -> bool:
+    """Runs the missing cells and shows all of them; returns whether all is well."""
     for temperature in args.temperature:
         flags.sampling_settings(args, temperature)  # Raises before any cell is run.
     bench = Bench(args)
@@ -265,7 +263,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [by_cell[cell] for cell in cells]
     terminal.show()
     print_sets(rows)
-    return NOT_MATCHED if any(row["matched"] is False for row in rows) else MATCHED
+    return all(row["matched"] is not False for row in rows)
 
 
 main = cli.script(

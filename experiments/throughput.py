@@ -32,9 +32,6 @@ from experiments.lib import (
 )
 
 
-MATCHED, NOT_MATCHED = 0, 2
-
-
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Way:
     """A way of running all prompts, and the rows of its turns."""
@@ -165,8 +162,8 @@ COLUMNS = {
 """The columns of the table, for `tables.print_rows`."""
 
 
-def run(args: argparse.Namespace, out: records.JsonLines) -> int:
-    """Loads, runs and compares; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Loads, runs and compares; returns whether all is well."""
     lm = models.load(args, drafter=args.drafter, gamma_max=max(args.gamma))
     if args.adversarial:
         size = lm.target.config.vocab_size
@@ -191,7 +188,7 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> int:
     is_finite = not any(row["nonfinite_logits"] for row in rows)
     if not is_finite:
         terminal.show("logits hold NaN or infinity: equality means nothing there")
-    return MATCHED if is_equal and is_finite else NOT_MATCHED
+    return is_equal and is_finite
 
 
 main = records.script("throughput.py", parse_args, run)

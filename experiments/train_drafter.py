@@ -32,7 +32,6 @@ from spec_jax.model import (
 from spec_jax.typing import IMPLS
 
 
-DONE = 0
 TARGETS = ("online", "cache")
 
 
@@ -177,8 +176,8 @@ STAGES = {
 }
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs one stage; returns the exit status."""
+def run(args: argparse.Namespace) -> None:
+    """Runs one stage."""
     families.check_flags(args)
     args.work.mkdir(parents=True, exist_ok=True)
     if args.stage not in ("prompts", "export"):
@@ -194,7 +193,6 @@ def run(args: argparse.Namespace) -> int:
             f"held-out loss {found['held_out_loss']:.4f} nats, accepted length "
             f"{found['held_out_accepted_length']:.2f} of rounds of greedy decoding"
         )
-    return DONE
 
 
 main = cli.script(

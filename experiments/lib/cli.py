@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 
-UNUSABLE, NOT_FINITE, INTERRUPTED = 1, 2, 130
+UNUSABLE, FAILED, INTERRUPTED = 1, 2, 130
 
 EXTRAS = {
     "experiments": ("rich", "scipy", "tqdm"),
@@ -49,16 +49,17 @@ def rows_in_out(args: argparse.Namespace) -> str:
 def script(
     name: str,
     parse: Callable[[Sequence[str] | None], argparse.Namespace],
-    work: Callable[[argparse.Namespace], int],
+    work: Callable[[argparse.Namespace], bool | None],
     *,
     kept: Callable[[argparse.Namespace], str] = rows_in_out,
     uses_jax: bool = True,
 ) -> Callable[..., int]:
-    """Returns the `main(argv=None)` of a script: the exit status of `work(parse())`.
+    """Returns the `main(argv=None)` of a script, which returns the exit status of
+    `work(parse(argv))`: 0, or `FAILED` where that returns False.
 
     Unusable input, an interrupt, a full disk and the like become one line on standard
-    error, and so do logits of NaN, which allow no conclusion (status `NOT_FINITE`).
-    Where the file of `parse` is run, and not imported, it ends the process with that.
+    error, and so do logits of NaN, which allow no conclusion (status `FAILED`). Where
+    the file of `parse` is run, and not imported, the status ends the process.
 
     Args:
       name: the script's name, which begins that line.
@@ -74,7 +75,8 @@ def script(
                 from spec_jax.ops import dispatch  # Scripts have it already.
 
                 dispatch.backend()  # Raises if jax cannot start.
-            return work(args)
+            is_well = work(args)
+            return FAILED if is_well is not None and not is_well else 0
         except KeyboardInterrupt:
             left = kept(args) if args else ""
             line, status = "; ".join(filter(None, ["interrupted", left])), INTERRUPTED
@@ -84,7 +86,7 @@ def script(
                 raise
             line = f"error: {_with_flags(said, args)}"
             if isinstance(error, FloatingPointError):
-                status = NOT_FINITE
+                status = FAILED
         print(f"{name}: {line}", file=sys.stderr)
         return status
 

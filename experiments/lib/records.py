@@ -29,13 +29,13 @@ RESULTS = pathlib.Path(__file__).parents[1] / "results"
 def script(
     name: str,
     parse: Callable[[Sequence[str] | None], argparse.Namespace],
-    work: Callable[[argparse.Namespace, "JsonLines"], int],
+    work: Callable[[argparse.Namespace, "JsonLines"], bool | None],
     **options: Any,
 ) -> Callable[..., int]:
     """Returns the `main` of a script that writes rows: that of `cli.script`, with a
     `work` that also gets the file of `--out`."""
 
-    def run(args: argparse.Namespace) -> int:
+    def run(args: argparse.Namespace) -> bool | None:
         with JsonLines(args.out, allow_dirty=args.allow_dirty) as out:
             return work(args, out)
 

@@ -30,7 +30,7 @@ def run(error: BaseException | None, **given) -> int:
     [
         (ValueError("two\nlines"), "error: two lines", 1),
         (NotImplementedError("not here"), "error: not here", 1),
-        (FloatingPointError("NaN"), "error: NaN", cli.NOT_FINITE),
+        (FloatingPointError("NaN"), "error: NaN", cli.FAILED),
         (MemoryError(), "no memory left; ask for less, or free some", 1),
         (None, "Ask for shorter texts, or fewer prompts at once", 1),
         (PermissionError(13, "Denied", "a.txt"), "error: a.txt: Denied", 1),
