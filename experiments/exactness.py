@@ -183,10 +183,11 @@ def verify(args: argparse.Namespace, out: records.JsonLines) -> bool:
         _choose_isa_of(args.verify, certificate)
     plan = plans.from_certificate(args, certificate)
     rows = _run_rows(args, plan, [], out)
-    agreement = certificates.agreement(certificate, rows)
-    count = len(plan.prompts)
+    made = certificates.make(plan.header, plan.cells, rows)
+    agreement, count = certificates.agreement(certificate, made), len(plan.prompts)
     found = [
-        {"cell": cell, "prompts": count, **agreement[cell.name]} for cell in plan.cells
+        {"cell": cell, "prompts": count, **equal}
+        for cell, equal in zip(plan.cells, agreement, strict=True)
     ]
     print_cells(found, {"prompts": ",d"})
     lines = []
@@ -202,7 +203,6 @@ def verify(args: argparse.Namespace, out: records.JsonLines) -> bool:
         terminal.show(line)
     _print_differences(rows)
     agrees = all(row[what] == count for row in found for what in evidence.WHATS)
-    made = certificates.make(plan.header, plan.cells, rows)
     for line in made["warnings"]:
         terminal.show(line, style="bold red")
     return agrees and not any(one["nonfinite_logits"] for one in made["cells"])

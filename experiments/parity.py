@@ -18,7 +18,6 @@ import numpy as np
 
 from experiments.lib import (
     cli,
-    curves,
     flags,
     microscope,
     prompt_files,
@@ -185,7 +184,7 @@ def print_row(row: Row) -> None:
     first, found = row["first"], f"no difference in {row['num_values']:,d} values"
     if first is not None:
         found = (
-            f"first: {curves.first_of(row)}: {first['differing']:,d} of "
+            f"first: {microscope.first_of(row)}: {first['differing']:,d} of "
             f"{first['elements']:,d} elements, at most {first['max_ulp']:,d} ulp"
         )
     for line in (

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.lib import cli, curves, files
+from experiments.lib import cli, files
 
 
 Row = dict[str, Any]
@@ -22,15 +22,20 @@ def _is_round(row: Row) -> bool:
     return is_summary and not row.get("tree")
 
 
+def _is_cell(row: Row) -> bool:
+    """Returns whether a row is a finished cell of `sweep.py` that drafted chains."""
+    return row.get("kind") == "sweep" and "tree" not in row
+
+
 FIGURES: dict[str, Callable[[Row], bool]] = {
     "speedup": _is_round,
     "step_cost": lambda row: str(row.get("step")).endswith(
         (" active row", " active rows")
     ),
     "divergence": lambda row: row.get("kind") == "parity",
-    "sweep_positions": curves.is_cell,
+    "sweep_positions": _is_cell,
     "sweep_contexts": lambda row: (
-        curves.is_cell(row) and str(row.get("category")).isdecimal()
+        _is_cell(row) and str(row.get("category")).isdecimal()
     ),
     "drift": lambda row: row.get("kind") == "reinforce",
 }

@@ -32,7 +32,7 @@ from experiments.lib import (
     models,
     policies,
     records,
-    summaries,
+    results,
     tables,
     terminal,
 )
@@ -300,7 +300,7 @@ def row_of(
     counted, forwards = zip(*done, strict=True)
     found = {"prompts": len(counted), **metrics.summarise(metrics.total(counted))}
     found.pop("nonfinite_logits")  # A trace has no logits.
-    found |= summaries.by_repetition(texts.generated, counted)
+    found |= results.by_repetition(texts.generated, counted)
     found["rounds_by_rows"] = np.sum(forwards, axis=(0, 1))
     if costs is not None:
         most = forwards[0].shape[1] - 2
