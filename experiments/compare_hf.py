@@ -298,13 +298,10 @@ NOTE = (
 def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
     """Loads models, measures, writes and prints rows; returns whether all is well."""
     sides, subject = load(args)
-    out.common = {
-        **models_lib.describe(args, sides.lm),
-        "prompt_source": args.prompts,
+    out.common = models_lib.common(args, sides.lm) | {
         "stop_ids": sides.settings.stop_ids,
         "matched_ngram": MATCHED_NGRAM,
         "hf": sides.theirs.description,
-        **records.provenance(),
     }
     ways = sides.ways(args.gammas)
     how = {"reference": THEIR_PLAIN, "repeats": args.repeats}
@@ -333,7 +330,7 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
     )
     terminal.show(
         f"{args.dtype}: {sum(same)} of {len(done)} prompts as Hugging Face's greedy "
-        f"decoding; drafted as without drafts: {str(matched).lower()}",
+        f"decoding; drafted as without drafts: {str(matched).lower()}"
     )
     return matched and (all(same) or args.dtype != EXACT_DTYPE)
 

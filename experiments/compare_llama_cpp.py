@@ -302,14 +302,7 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
     how = {"gamma_max": max(args.gamma), "slab": None}
     lms, found = models.load_drafters(args, args.drafter, **how), []
     lm, theirs = lms[args.drafter[0]], {"threads": processes.usable_cores()}
-    out.common = {
-        **models.describe(args, lm),
-        "drafter": args.drafter,
-        "gamma": args.gamma,
-        "prompt_source": args.prompts,
-        "llama_cpp": theirs,
-        **records.provenance(),
-    }
+    out.common = models.common(args, lm, "drafter", "gamma") | {"llama_cpp": theirs}
     subject = models.prepare(args, lm, args.prompts, stop_ids=lm.stop_ids)
     with tempfile.TemporaryDirectory() as folder:
         drafts = convert(args, lm, pathlib.Path(folder))

@@ -133,13 +133,9 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
     # Generations at forced acceptance, after the first context.
     new = {"lm": lm, "start": args.contexts[0], "num_new": args.gen_tokens}
     make_runs = functools.partial(forced_rounds.Runs, **new, **sizes)
-    out.common = {
-        **models_lib.describe(args, lm),
-        **subjects.names(args),
-        "gamma_max": None if lm.drafter is None else args.gamma,
-        "steps_per_call": args.steps,
-        **records.provenance(),
-    }
+    out.common = models_lib.common(args, lm) | subjects.names(args)
+    out.common |= {"gamma_max": None if lm.drafter is None else args.gamma}
+    out.common |= {"steps_per_call": args.steps}
     shown = tables.Report(out, COLUMNS)
     if args.dry_run:
         works = [cost.work for group in groups for cost in group]

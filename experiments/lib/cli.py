@@ -235,9 +235,8 @@ def add(group: argparse._ActionsContainer, text: str, **kinds: Any) -> None:
             kind = (KINDS | kinds)[value]
             how = {"type": _typed(kind), "default": default}
             how |= {"metavar": value} if callable(kind) else {"choices": kind}
-            if (
-                callable(kind) and default is not None
-            ):  # Scripts compare values with it.
+            # As a value, since scripts compare values with it.
+            if callable(kind) and default is not None:
                 several = many == "+" and [*map(kind, default.split(","))]
                 how["default"] = several or kind(default)
             if many == "*":
