@@ -193,9 +193,5 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
     return all(is_well for is_well, _ in evaluated)
 
 
-main = records.script(
-    "compare_heads.py",
-    parse_args,
-    run,
-    kept=lambda args: f"the same command goes on from what is in {args.work}",
-)
+KEPT = "the same command goes on from what is in {work}"
+main = records.script("compare_heads.py", parse_args, run, kept=KEPT)

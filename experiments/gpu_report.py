@@ -269,10 +269,5 @@ def run(args: argparse.Namespace) -> bool:
     return run_all(args)
 
 
-main = cli.script(
-    "gpu_report.py",
-    parse_args,
-    run,
-    kept=lambda args: f"rows are in {args.out}" if args.out else "",
-    uses_jax=False,  # Each call uses it, in another process.
-)
+# Each call uses jax, in another process.
+main = cli.script("gpu_report.py", parse_args, run, uses_jax=False)

@@ -101,4 +101,4 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("; ".join(wrong))
 
 
-main = cli.script("plot.py", parse_args, run, kept=lambda _: "", uses_jax=False)
+main = cli.script("plot.py", parse_args, run, kept="", uses_jax=False)

@@ -180,9 +180,5 @@ def run(args: argparse.Namespace) -> bool:
     return is_well
 
 
-main = cli.script(
-    "reproduce.py",
-    parse_args,
-    run,
-    kept=lambda args: "the same command goes on after the last finished step",
-)
+KEPT = "the same command goes on after the last finished step"
+main = cli.script("reproduce.py", parse_args, run, kept=KEPT)

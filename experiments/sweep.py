@@ -266,11 +266,5 @@ def run(args: argparse.Namespace) -> bool:
     return all(row["matched"] is not False for row in rows)
 
 
-main = cli.script(
-    "sweep.py",
-    parse_args,
-    run,
-    kept=lambda args: (
-        f"finished cells are in {args.out}, and the same command goes on from there"
-    ),
-)
+KEPT = "finished cells are in {out}, and the same command goes on from there"
+main = cli.script("sweep.py", parse_args, run, kept=KEPT)

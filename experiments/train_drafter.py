@@ -195,9 +195,5 @@ def run(args: argparse.Namespace) -> None:
         )
 
 
-main = cli.script(
-    "train_drafter.py",
-    parse_args,
-    run,
-    kept=lambda args: f"the same command goes on from what is in {args.work}",
-)
+KEPT = "the same command goes on from what is in {work}"
+main = cli.script("train_drafter.py", parse_args, run, kept=KEPT)

@@ -41,17 +41,12 @@ def require(extra: str) -> None:
         )
 
 
-def rows_in_out(args: argparse.Namespace) -> str:
-    """Says where an interrupted script leaves the rows that it has written."""
-    return f"finished rows are in {args.out}" if args.out else ""
-
-
 def script(
     name: str,
     parse: Callable[[Sequence[str] | None], argparse.Namespace],
     work: Callable[[argparse.Namespace], bool | None],
     *,
-    kept: Callable[[argparse.Namespace], str] = rows_in_out,
+    kept: str = "finished rows are in {out}",
     uses_jax: bool = True,
 ) -> Callable[..., int]:
     """Returns the `main(argv=None)` of a script, which returns the exit status of
@@ -63,7 +58,8 @@ def script(
 
     Args:
       name: the script's name, which begins that line.
-      kept: returns a note on what an interrupt leaves behind.
+      kept: what an interrupt leaves behind, with flags in braces; nothing without an
+        `--out`, where there is one.
       uses_jax: check first that there is a device to run on.
     """
 
@@ -78,7 +74,7 @@ def script(
             is_well = work(args)
             return FAILED if is_well is not None and not is_well else 0
         except KeyboardInterrupt:
-            left = kept(args) if args else ""
+            left = kept.format(**vars(args)) if getattr(args, "out", args) else ""
             line, status = "; ".join(filter(None, ["interrupted", left])), INTERRUPTED
         except Exception as error:
             said = _line_of(error)

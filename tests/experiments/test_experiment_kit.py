@@ -20,8 +20,7 @@ def run(error: BaseException | None, **given) -> int:
             raise error
         jax.block_until_ready(jnp.zeros((2**45,), "int8"))
 
-    args = argparse.Namespace(**given)
-    kept = lambda args: "rows are kept"
+    args, kept = argparse.Namespace(**given), "rows of {page_size} are kept"
     return cli.script("x.py", lambda _: args, work, kept=kept, uses_jax=False)()
 
 
@@ -34,7 +33,7 @@ def run(error: BaseException | None, **given) -> int:
         (MemoryError(), "no memory left; ask for less, or free some", 1),
         (None, "Ask for shorter texts, or fewer prompts at once", 1),
         (PermissionError(13, "Denied", "a.txt"), "error: a.txt: Denied", 1),
-        (KeyboardInterrupt(), "interrupted; rows are kept", cli.INTERRUPTED),
+        (KeyboardInterrupt(), "interrupted; rows of 12 are kept", cli.INTERRUPTED),
         (ValueError("page_size=12 is odd"), "error: --page-size 12 is odd", 1),
         (ValueError("x.page_size=12"), "error: x.page_size=12", 1),
     ],
