@@ -50,8 +50,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --gamma N=7  drafts of a round, at most
         """
     flags.add(parser, text, title="rollouts", prompts=4, repeats=3)
-    drawn = "temperature noise processor"
-    flags.add(parser, drawn, title="sampling", temperature=1.0)
+    flags.add(parser, "temperature noise processor", title="sampling", temperature=1.0)
     text = """
         --steps I=0  steps of REINFORCE after the comparison
         --learning-rate RATE=0.0003  of Adam
