@@ -158,7 +158,7 @@ def versions() -> dict[str, Any]:
 
 
 def _last(*command: str) -> str | None:
-    """Returns the last line of `output`; None if there is none."""
+    """Returns the last line of `output`, or None where that has no line."""
     lines = (output(*command) or "").splitlines()
     return lines[-1] if lines else None
 
