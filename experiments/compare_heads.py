@@ -13,12 +13,6 @@ interrupted. Words after `--` are flags of `train_drafter.py`, for all heads:
 Exit status: 0 all matched, 2 not all matched, 1 the input was unusable.
 """
 
-from experiments.lib import cli
-
-
-if __name__ == "__main__":
-    cli.require("train")  # Before the imports, which take seconds.
-
 import argparse
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -28,7 +22,7 @@ from safetensors import numpy as safetensors
 
 from experiments import sweep, train_drafter
 from experiments.heads import families, jobs
-from experiments.lib import files, flags, records, tables, terminal
+from experiments.lib import cli, files, flags, records, tables
 from spec_jax.drafters import registry
 from spec_jax.training import batches, loop
 
@@ -55,9 +49,8 @@ GAMMA = 4
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    cli.add(
-        parser,
-        f"""
+    text = f"""
+        trees prompts gen-tokens out
         --target DIR=smollm2  the model that all heads draft for
         --heads NAME,...={",".join(HEADS)}  that are trained and compared
         --texts FOLDER=drafter  has the rollouts and their cache
@@ -66,17 +59,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --draft-vocab N=4096  tokens that a head can draft
         --taps K,K,..=2,15,27  hidden states that all heads read
         --context TOKENS,...=128,512,2048  lengths of prompts
-        """,
-        **{
-            "NAME,...": cli.names(cli.one_of(HEADS)),
-            "K,K,..": str,
-            "FOLDER": pathlib.Path,
-            "DIR": str,
-        },
-    )
-    flags.add(parser, "trees prompts gen-tokens", prompts="50")
+        """
+    kinds = {"K,K,..": str, "FOLDER": pathlib.Path, "DIR": str}
+    kinds["NAME,..."] = cli.names(cli.one_of(HEADS))
+    rows = "of training, and those of sweep.py, for each head"
+    flags.add(parser, text, kinds=kinds, prompts=50, out=rows)
     parser.set_defaults(tree=(flags.NO_TREE, "4x4:7", "4x4:15", "4x4:31"))
-    flags.add(parser, "out", out="of training, and those of sweep.py, for each head")
     parser.add_argument(
         "training",
         nargs="*",
@@ -158,8 +146,8 @@ def train(args: argparse.Namespace, head: str) -> dict[str, Any]:
     }
 
 
-def evaluate(args: argparse.Namespace, head: str) -> tuple[int, list[dict[str, Any]]]:
-    """Runs a head on the prompts; returns the exit status and the rows of `sweep.py`.
+def evaluate(args: argparse.Namespace, head: str) -> tuple[bool, list[dict[str, Any]]]:
+    """Runs a head on the prompts; returns whether all is well, and rows of `sweep.py`.
 
     It drafts chains alone after prompts of `--context` tokens.
     """
@@ -173,13 +161,13 @@ def evaluate(args: argparse.Namespace, head: str) -> tuple[int, list[dict[str, A
         gen_tokens=args.gen_tokens,
     )
     told += ["--allow-dirty"] * args.allow_dirty
-    status, rows = 0, []
+    is_well, rows = True, []
     for name, axis in (("trees", "tree"), ("contexts", "context")):
         out = args.work / head / f"{name}.jsonl"
         cells = _words(out=out, **{axis: ",".join(map(str, getattr(args, axis)))})
-        status = max(status, sweep.run(sweep.parse_args([*told, *cells])))
+        is_well &= sweep.run(sweep.parse_args([*told, *cells]))
         rows += [row | {"head": head} for row in files.read_rows(out)]
-    return status, rows
+    return is_well, rows
 
 
 COLUMNS = {
@@ -192,10 +180,8 @@ COLUMNS = {
 """The columns of the table, for `tables.print_rows`."""
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
-    """Trains and evaluates all heads, or what is left; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Trains and evaluates all heads, or what is left; returns whether all is well."""
     for head in args.heads:  # Checks all flags before hours of training.
         told = training_of(args, head, "train")
         families.check_flags(told)
@@ -203,16 +189,9 @@ def run(
     trained = [train(args, head) | records.provenance() for head in args.heads]
     evaluated = [evaluate(args, head) for head in args.heads]
     out.write_all([*trained, *(row for _, rows in evaluated for row in rows)])
-    tables.print_rows(trained, COLUMNS, console)
-    return max(status for status, _ in evaluated)
+    tables.print_rows(trained, COLUMNS)
+    return all(is_well for is_well, _ in evaluated)
 
 
-main = records.script(
-    "compare_heads.py",
-    parse_args,
-    run,
-    kept=lambda args: f"the same command goes on from what is in {args.work}",
-)
-
-if __name__ == "__main__":
-    cli.end(main)
+KEPT = "the same command goes on from what is in {work}"
+main = records.script("compare_heads.py", parse_args, run, kept=KEPT)

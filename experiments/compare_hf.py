@@ -27,8 +27,8 @@ from experiments.lib import (
     processes,
     prompts as prompts_lib,
     records,
+    results,
     runs as runs_lib,
-    summaries,
     tables,
     terminal,
 )
@@ -37,8 +37,6 @@ from spec_jax.analysis import metrics
 from spec_jax.drafters import ngram
 from spec_jax.model import hub
 
-
-IDENTICAL, NOT_IDENTICAL = 0, 2
 
 EXACT_DTYPE = "float32"
 """The dtype with equal tokens: in bfloat16 two correct libraries round differently."""
@@ -54,23 +52,18 @@ MATCHED_NGRAM = 2
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    models = parser.add_argument_group("models")
-    flags.add(models, "target draft impl isa")
-    text = f"--dtype TYPE={EXACT_DTYPE}  dtype of all models"
-    cli.add(models, text, TYPE=("float32", "bfloat16"))
+    text = f"target draft impl isa --dtype TYPE={EXACT_DTYPE}  dtype of all models"
+    kinds = {"TYPE": ("float32", "bfloat16")}
+    flags.add(parser, text, title="models", kinds=kinds)
     parser.set_defaults(weights=None, draft_weights=None)
-    runs = parser.add_argument_group("runs")
-    cli.add(
-        runs,
-        """
+    text = """
+        raw page-size prompts gen-tokens repeats
         --lengths TOKENS+=32,128,512  of the prompts of each class: short, medium, long
         --gammas K,K,...=3,5,7,10  tokens drafted per round, K
         --per-length N=2  prompts of each class
         --ignore-stop  do not end at stop tokens, on either side
-        """,
-    )
-    names = "raw page-size prompts gen-tokens repeats"
-    flags.add(runs, names, prompts=50, gen_tokens=32, repeats=3)
+        """
+    flags.add(parser, text, title="runs", prompts=50, gen_tokens=32, repeats=3)
     rows = "one per prompt as it finishes, one per way to generate, a summary"
     flags.add(parser, "out", out=rows)
     args = flags.parsed(parser, argv)
@@ -273,7 +266,7 @@ def row_of(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str,
         **compare.drafts(counters),
         "accepted_hist": counters and counters.accepted_hist,
         "acceptance_rate": rate,
-        "repetition": summaries.mean_repetition([p.every[run][0].ids for p in prompts]),
+        "repetition": results.mean_repetition([p.every[run][0].ids for p in prompts]),
         "identical": differences.count(None),
         "prompts": len(prompts),
         "n": len(own),
@@ -302,18 +295,13 @@ NOTE = (
 )
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
-    """Loads models, measures, writes and prints rows; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Loads models, measures, writes and prints rows; returns whether all is well."""
     sides, subject = load(args)
-    out.common = {
-        **models_lib.describe(args, sides.lm),
-        "prompt_source": args.prompts,
+    out.common = models_lib.common(args, sides.lm) | {
         "stop_ids": sides.settings.stop_ids,
         "matched_ngram": MATCHED_NGRAM,
         "hf": sides.theirs.description,
-        **records.provenance(),
     }
     ways = sides.ways(args.gammas)
     how = {"reference": THEIR_PLAIN, "repeats": args.repeats}
@@ -325,8 +313,8 @@ def run(
         lengths = sorted({*compared[0]["prompt_tokens"]})
         tokens = " and ".join(map(str, lengths))
         title = f"{length}: {len(of_length)} x {tokens} tokens"
-        tables.print_rows(compared, COLUMNS, console, title=title)
-    tables.print_note(NOTE, console)
+        tables.print_rows(compared, COLUMNS, title=title)
+    tables.print_note(NOTE)
     same = [one.first_difference(compare.OUR_PLAIN) is None for one in done]
     matched = all(one.matched for one in done)
     out.write(
@@ -340,16 +328,11 @@ def run(
             "nonfinite_logits": sum(one.nonfinite for one in done),
         }
     )
-    console.print(
+    terminal.show(
         f"{args.dtype}: {sum(same)} of {len(done)} prompts as Hugging Face's greedy "
-        f"decoding; drafted as without drafts: {str(matched).lower()}",
-        highlight=False,
+        f"decoding; drafted as without drafts: {str(matched).lower()}"
     )
-    is_same = matched and (all(same) or args.dtype != EXACT_DTYPE)
-    return IDENTICAL if is_same else NOT_IDENTICAL
+    return matched and (all(same) or args.dtype != EXACT_DTYPE)
 
 
 main = records.script("compare_hf.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

@@ -36,8 +36,6 @@ from spec_jax.drafters import registry
 from spec_jax.model import eagle3_files, gguf_file, head_dialects
 
 
-MATCHED, NOT_MATCHED = 0, 2
-
 PLAIN, THEIRS = compare.PLAIN, "llama.cpp"
 BOTH = ("ours", "theirs")
 CONTEXT = 32
@@ -58,24 +56,21 @@ TESTS = {
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    group = parser.add_argument_group("models")
-    flags.add(group, "models drafters", drafters="ngram")
-    build = parser.add_argument_group("llama.cpp")
-    cli.add(
-        build,
-        """
+    flags.add(parser, "models drafters", title="models", drafters="ngram")
+    text = """
         --llama-bin DIR  of a build: the folder of llama-bench, llama-completion and
             llama-speculative-simple (docs/measurements.md says how to build them);
             heads are converted by the script in the sources that it is of
         --gguf FILE,...  the target as llama.cpp is to read it; of the second and later
             ones, quantised otherwise, it decodes plainly, too
-        """,
-        **{"FILE,...": cli.names(pathlib.Path)},
-    )
-    runs = parser.add_argument_group("runs")
-    names = "gammas page-size prompts gen-tokens repeats raw"
-    flags.add(runs, names, gammas=4, prompts=50, repeats=3)
-    cli.add(runs, "--no-steps  leave llama-bench and our steps out")
+        """
+    kinds = {"FILE,...": cli.names(pathlib.Path)}
+    flags.add(parser, text, title="llama.cpp", kinds=kinds)
+    text = """
+        gammas page-size prompts gen-tokens repeats raw
+        --no-steps  leave llama-bench and our steps out
+        """
+    flags.add(parser, text, title="runs", gammas=4, prompts=50, repeats=3)
     flags.add(parser, "out", out="one per prompt as it finishes, then figures")
     args = flags.parsed(parser, argv)
     if args.llama_bin is None or args.gguf is None:
@@ -293,10 +288,8 @@ NOTE = (
 )
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
-    """Loads models, measures, writes and prints rows; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Loads models, measures, writes and prints rows; returns whether all is well."""
     programs = [args.llama_bin / name for name in llama_cpp.PROGRAMS]
     for path in (*args.gguf, *programs):
         if not path.is_file():
@@ -309,14 +302,7 @@ def run(
     how = {"gamma_max": max(args.gamma), "slab": None}
     lms, found = models.load_drafters(args, args.drafter, **how), []
     lm, theirs = lms[args.drafter[0]], {"threads": processes.usable_cores()}
-    out.common = {
-        **models.describe(args, lm),
-        "drafter": args.drafter,
-        "gamma": args.gamma,
-        "prompt_source": args.prompts,
-        "llama_cpp": theirs,
-        **records.provenance(),
-    }
+    out.common = models.common(args, lm, "drafter", "gamma") | {"llama_cpp": theirs}
     subject = models.prepare(args, lm, args.prompts, stop_ids=lm.stop_ids)
     with tempfile.TemporaryDirectory() as folder:
         drafts = convert(args, lm, pathlib.Path(folder))
@@ -329,12 +315,9 @@ def run(
         done = compare.run_prompts(sides.generate, sides.ways(), subject, out, **how)
     of_prompts = rows(done)
     out.write_all(of_prompts)
-    tables.print_rows([*of_prompts, *found], COLUMNS, console)
-    tables.print_note(NOTE, console)
-    return MATCHED if all(one.matched for one in done) else NOT_MATCHED
+    tables.print_rows([*of_prompts, *found], COLUMNS)
+    tables.print_note(NOTE)
+    return all(one.matched for one in done)
 
 
 main = records.script("compare_llama_cpp.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

@@ -38,8 +38,6 @@ from experiments.lib import (
 from spec_jax.debug import evidence
 
 
-GOOD, BAD = 0, 2
-
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -64,22 +62,18 @@ PROMPT = "Describe a person as JSON, with name, trade and likes."
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add(parser.add_argument_group("models"), "models")
-    group = parser.add_argument_group("answers and times")
-    flags.add(group, "drafter gen-tokens repeats", gen_tokens=128, repeats=60)
-    cli.add(
-        group,
-        """
+    flags.add(parser, "models", title="models")
+    text = """
+        drafter gen-tokens repeats
         --answers N=100  to draw, a seed each
         --steps N=16  tokens that are timed at a time, of decoding and of rounds
         --batch N=8  answers at once
         --gamma N=4  drafts of a round, at most
         --table  compare with decoding, in place of answers and times: with --batch
             prompts at once, at temperatures 0, 0.7 and 1
-        """,
-    )
-    group = parser.add_argument_group("sampling")
-    flags.add(group, "temperature noise", temperature=1.0)
+        """
+    flags.add(parser, text, title="answers and times", gen_tokens=128, repeats=60)
+    flags.add(parser, "temperature noise", title="sampling", temperature=1.0)
     rows = "one of the answers, then one per way and processor; or of the table"
     flags.add(parser, "out", out=rows)
     return flags.parsed(parser, argv)
@@ -230,21 +224,19 @@ def table_of(
             advance()
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
-    """Draws, parses and times, or compares; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Draws, parses and times, or compares; returns whether all is well."""
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
     has_chat = lm.tokenizer is not None and lm.tokenizer.has_chat_template
     prompt = [{"role": "user", "content": PROMPT}] if has_chat else PROMPT
     out.common = models.common(args, lm, "drafter", "batch")
     if args.table:
         table = out.write_all(table_of(args, lm))
-        tables.print_rows(table, CELLS, console)
-        return GOOD if all(map(published.is_equal, table)) else BAD
+        tables.print_rows(table, CELLS)
+        return all(map(published.is_equal, table))
     answers = draw(args, lm, prompt)
     out.write(answers)
-    console.out(
+    terminal.show(
         f"{answers['parsed']} of {answers['answers']} answers parse, "
         f"{answers['different']} different, such as {answers['example']}"
     )
@@ -257,8 +249,8 @@ def run(
         | median_fields(found, (way, name), (way, "none"))
         for way, name in found.seconds
     )
-    tables.print_rows([row | out.common for row in rows], COLUMNS, console)
-    return GOOD if answers["parsed"] == answers["answers"] else BAD
+    tables.print_rows([row | out.common for row in rows], COLUMNS)
+    return answers["parsed"] == answers["answers"]
 
 
 def median_fields(found: bench.Timings, case: Any, to: Any) -> dict[str, float]:
@@ -292,6 +284,3 @@ CELLS = {
 }
 
 main = records.script("constrained.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

@@ -37,30 +37,26 @@ from spec_jax.drafters import registry
 from spec_jax.native import build
 
 
-EXACT, NOT_EXACT = 0, 2
 MOST_SHOWN = 10
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    _add_input_flags(parser.add_argument_group("models and prompts"))
-    _add_axis_flags(parser.add_argument_group("axes: lists, the base first"))
-    rows = "one per prompt and cell as it finishes, taken up again"
-    flags.add(parser, "out", out=rows)
-    cli.add(
-        parser,
-        """
+    _add_input_flags(parser)
+    _add_axis_flags(parser)
+    text = """
+        out
         --certificate FILE  JSON: versions, device, settings, and hashes of every
             result; of code whose commit it can name, or with --allow-dirty marked
         --verify CERTIFICATE  run a certificate's cells again, and say where they agree;
             axes and lengths are those of the certificate
         --limit N  with --verify: the first N prompts only, but no fewer than the
             largest batch of the certificate has
-        """,
-        CERTIFICATE=pathlib.Path,
-    )
-    flags.add(parser.add_argument_group("cells on a cluster"), "cluster")
+        """
+    rows = "one per prompt and cell as it finishes, taken up again"
+    flags.add(parser, text, kinds={"CERTIFICATE": pathlib.Path}, out=rows)
+    flags.add(parser, "cluster", title="cells on a cluster")
     args = flags.parsed(parser, argv)
     _name_head(args)
     if args.limit and not args.verify:
@@ -89,12 +85,10 @@ def _name_head(args: argparse.Namespace) -> None:
             raise ValueError(f"--head is the drafter {kind}'s: add that alone")
 
 
-def _add_input_flags(group: argparse._ActionsContainer) -> None:
+def _add_input_flags(parser: argparse.ArgumentParser) -> None:
     (prompts, tokens), (most, longest) = plans.BRIEF, plans.FULL
-    flags.add(group, "target draft raw isa")
-    cli.add(
-        group,
-        f"""
+    text = f"""
+        target draft raw isa
         --head DIR  folder of the head that the drafter eagle3, dflash or dspark is
             (default: the one that is shipped for the target)
         --prompts N|FILE[:N]  prompts, as in spec_round.py (default: {prompts};
@@ -105,35 +99,34 @@ def _add_input_flags(group: argparse._ActionsContainer) -> None:
         --full  long texts, many prompts, and every axis but dtype, impl and slab: about
             an hour on two idle cores with native kernels
         --product  every combination of the axes' values
-        """,
-        **{"N|FILE[:N]": str},
-    )
+        """
+    flags.add(parser, text, title="models and prompts")
 
 
-def _add_axis_flags(group: argparse._ActionsContainer) -> None:
+def _add_axis_flags(parser: argparse.ArgumentParser) -> None:
+    lines, kinds = ["trees"], dict[str, Any]()
     for name, axis in plans.AXES.items():
         listed, kind = "numbers", cli.positive
         if axis.kinds:
             listed = ", ".join(axis.kinds)
             kind = cli.one_of(axis.kinds, can_import=name == "drafter")
-        default = plans.default_text(name)
-        text = f"{cli.flag_of(name)} A,B,..  {axis.what}: {listed} (default: {default})"
-        cli.add(group, text, **{"A,B,..": cli.names(kind)})
-    flags.add(group, "trees")
+        default, values = plans.default_text(name), f"{name.upper()},.."
+        about = f"{axis.what}: {listed} (default: {default})"
+        lines.append(f"{cli.flag_of(name)} {values}  {about}")
+        kinds[values] = cli.names(kind)
+    text, title = "\n".join(lines), "axes: lists, the base first"
+    flags.add(parser, text, title=title, kinds=kinds)
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
-    """Runs the suite, and writes rows and certificate, or verifies one; returns the
-    exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Runs the suite, or verifies a certificate; returns whether all is well."""
     if args.verify:
-        return verify(args, out, console)
+        return verify(args, out)
     if args.certificate and not args.allow_dirty:
         records.check_clean("a certificate")
     plan = plans.from_flags(args)
     kept = records.resume(out, {"kind": "header", **plan.header}, behind="prompt")
-    rows, cells = _run_rows(args, plan, kept, out, console), plan.cells
+    rows, cells = _run_rows(args, plan, kept, out), plan.cells
     made = certificates.make(plan.header, cells, rows)
     out.write_all({"kind": "cell", **entry} for entry in made["cells"])
     print_cells(
@@ -143,15 +136,14 @@ def run(
             for cell, one in zip(cells, made["cells"], strict=True)
         ],
         {"prompts": ",d", "texts": ",d", "accepted": ".3f"},
-        console,
     )
     for line in made["warnings"]:
-        console.out(line, style="bold red")
-    _print_differences(rows, console)
+        terminal.show(line, style="bold red")
+    _print_differences(rows)
     if args.certificate:
         certificates.write(args.certificate, made)
-        console.out(f"certificate {made['sha256'][:12]}: {args.certificate}")
-    return EXACT if made["exact"] else NOT_EXACT
+        terminal.show(f"certificate {made['sha256'][:12]}: {args.certificate}")
+    return made["exact"]
 
 
 def _run_rows(
@@ -159,15 +151,14 @@ def _run_rows(
     plan: suite.Plan,
     kept: Sequence[suite.Row],
     out: records.JsonLines,
-    console: terminal.Console,
 ) -> list[suite.Row]:
     """Returns all rows: the kept ones, and the others, which it runs and writes."""
-    console.print(
+    terminal.show(
         f"{len(plan.cells)} cells x {len(plan.prompts)} prompts x "
         f"{plan.gen_tokens} tokens"
         + (f"; {len(kept)} are there already" if kept else "")
     )
-    console.out(f"base: {plan.cells[0].name}")
+    terminal.show(f"base: {plan.cells[0].name}")
     rows, count = [*kept], len(plan.prompts)
     plan = dataclasses.replace(plan, done=frozenset(map(suite.key, kept)))
     rows_of = functools.partial(suite.rows_of, plan)
@@ -185,21 +176,20 @@ def _run_rows(
     return rows
 
 
-def verify(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
-    """Runs a certificate's cells again; returns the exit status."""
+def verify(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Runs a certificate's cells again; returns whether all is well."""
     certificate = certificates.read(args.verify)
     if args.isa is None:
         _choose_isa_of(args.verify, certificate)
     plan = plans.from_certificate(args, certificate)
-    rows = _run_rows(args, plan, [], out, console)
-    agreement = certificates.agreement(certificate, rows)
-    count = len(plan.prompts)
+    rows = _run_rows(args, plan, [], out)
+    made = certificates.make(plan.header, plan.cells, rows)
+    agreement, count = certificates.agreement(certificate, made), len(plan.prompts)
     found = [
-        {"cell": cell, "prompts": count, **agreement[cell.name]} for cell in plan.cells
+        {"cell": cell, "prompts": count, **equal}
+        for cell, equal in zip(plan.cells, agreement, strict=True)
     ]
-    print_cells(found, {"prompts": ",d"}, console)
+    print_cells(found, {"prompts": ",d"})
     lines = []
     if left_out := certificate["left_out"]:
         lines.append(f"{left_out} cells of superseded designs are left out")
@@ -210,20 +200,16 @@ def verify(
     if not changes:
         lines.append("the environment is that of the certificate")
     for line in lines:
-        console.out(line)
-    _print_differences(rows, console)
+        terminal.show(line)
+    _print_differences(rows)
     agrees = all(row[what] == count for row in found for what in evidence.WHATS)
-    made = certificates.make(plan.header, plan.cells, rows)
     for line in made["warnings"]:
-        console.out(line, style="bold red")
-    is_finite = not any(one["nonfinite_logits"] for one in made["cells"])
-    return EXACT if agrees and is_finite else NOT_EXACT
+        terminal.show(line, style="bold red")
+    return agrees and not any(one["nonfinite_logits"] for one in made["cells"])
 
 
 def print_cells(
-    rows: Sequence[dict[str, Any]],
-    columns: Mapping[str, tables.Column],
-    console: terminal.Console,
+    rows: Sequence[dict[str, Any]], columns: Mapping[str, tables.Column]
 ) -> None:
     """Prints one row for each cell: how it differs from the first, the columns, and for
     each of `evidence.WHATS` "equal", or, in red, how many prompts differ."""
@@ -240,20 +226,20 @@ def print_cells(
         names.get(what, what): lambda row, what=what: equal(row, what)
         for what in evidence.WHATS
     }
-    tables.print_rows(shown, {"cell": "", **columns, **compared}, console)
+    tables.print_rows(shown, {"cell": "", **columns, **compared})
 
 
-def _print_differences(rows: Sequence[suite.Row], console: terminal.Console) -> None:
+def _print_differences(rows: Sequence[suite.Row]) -> None:
     """Prints the first prompts that differ, and the script that looks closer."""
     found = [row for row in rows if row["differences"]]
     for row in found[:MOST_SHOWN]:
         lines = [f"{row['cell']}, prompt {row['id']!r}:"]
         lines += [f"  {evidence.describe(one)}" for one in row["differences"]]
-        console.out("\n".join(lines))
+        terminal.show("\n".join(lines))
     if len(found) > MOST_SHOWN:
-        console.out(f"and {len(found) - MOST_SHOWN} prompts more")
+        terminal.show(f"and {len(found) - MOST_SHOWN} prompts more")
     if found:
-        console.out(
+        terminal.show(
             "look closer: experiments/parity.py runs windows of a text with these "
             "--impl, --dtype, --slab and --gamma, and names the operation that differs"
         )
@@ -274,6 +260,3 @@ def _choose_isa_of(path: pathlib.Path, certificate: Mapping[str, Any]) -> None:
 
 
 main = records.script("exactness.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

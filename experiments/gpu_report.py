@@ -36,7 +36,6 @@ from typing import Any
 from experiments.lib import cli, pages, processes
 
 
-DONE, FAILED = 0, 2
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu"
 COMPILED = "compiled"
 
@@ -185,9 +184,9 @@ def device_here() -> str:
     return "cpu" if processes.nvidia_smi("name") is None else "gpu"
 
 
-def run_all(args: argparse.Namespace) -> int:
-    """Runs the calls in turn, each with a row in `calls.jsonl`; returns the status."""
-    calls, started, status = chosen(args), time.monotonic(), DONE
+def run_all(args: argparse.Namespace) -> bool:
+    """Runs the calls, each with a row in `calls.jsonl`; returns whether all is well."""
+    calls, started, is_well = chosen(args), time.monotonic(), True
     args.out.mkdir(parents=True, exist_ok=True)
     worker, ahead = (worker_of(args, is_ahead=is_ahead) for is_ahead in (False, True))
     # The first call starts at once, and compiles its own programs.
@@ -205,8 +204,7 @@ def run_all(args: argparse.Namespace) -> int:
                 is_in_time = call is calls[0] or left_s >= call.seconds
                 row = run_call(args, worker, call, left_s if is_in_time else None)
                 print(json.dumps(row), file=file)
-                if row["status"] not in ("done", "left out"):
-                    status = FAILED
+                is_well &= row["status"] in ("done", "left out")
                 print(f"{time.monotonic() - started:5.0f} s {call.section} "
                       f"{call.name}: {row['status']} after {row['seconds']} s, of "
                       f"{call.seconds:.0f} expected; {row['rows']} rows",
@@ -216,7 +214,7 @@ def run_all(args: argparse.Namespace) -> int:
             worker.end()
             ahead.end()
     print(f"rows: {args.out}", flush=True)
-    return status
+    return is_well
 
 
 def run_call(
@@ -246,8 +244,8 @@ def run_call(
     }
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs the report; returns the exit status.
+def run(args: argparse.Namespace) -> bool:
+    """Runs the report; returns whether all is well.
 
     Raises:
       ValueError: there is no GPU here, or `--out` is missing where it is needed.
@@ -256,7 +254,7 @@ def run(args: argparse.Namespace) -> int:
         for call in chosen(args):
             words = " ".join((call.script, *call.arguments))
             print(f"{call.section} {call.name}, {call.seconds:.0f} s: {words}")
-        return DONE
+        return True
     if not args.dry_run and device_here() == "cpu":
         raise ValueError(
             "no GPU is found (nvidia-smi does not name one); --dry-run --out FOLDER "
@@ -271,13 +269,5 @@ def run(args: argparse.Namespace) -> int:
     return run_all(args)
 
 
-main = cli.script(
-    "gpu_report.py",
-    parse_args,
-    run,
-    kept=lambda args: f"rows are in {args.out}" if args.out else "",
-    uses_jax=False,  # Each call uses it, in another process.
-)
-
-if __name__ == "__main__":
-    cli.end(main)
+# Each call uses jax, in another process.
+main = cli.script("gpu_report.py", parse_args, run, uses_jax=False)

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import cli, flags, noise, records, subjects, tables, terminal
+from experiments.lib import cli, flags, noise, records, subjects, tables
 from spec_jax import testing
 from spec_jax.model import row_model
 from spec_jax.ops import dispatch
@@ -24,23 +24,19 @@ from spec_jax.pallas import skinny_gemm_triton as triton
 from spec_jax.testing import target_kit
 
 
-EQUAL, FAILED = 0, 2
 ROWS = 8
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    names = "device impl dtype weights isa out"
-    flags.add(parser, names, out="hashes, and one per way to read")
-    cli.add(
-        parser,
-        """
+    text = """
+        device impl dtype weights isa out
         --preset PRESET=tiny  the model whose shapes are taken
         --contexts N,N,...=5,300  tokens of the prompts
-        """,
-        PRESET=sorted(subjects.PRESETS),
-    )
+        """
+    kinds = {"PRESET": sorted(subjects.PRESETS)}
+    flags.add(parser, text, kinds=kinds, out="hashes, and one per way to read")
     args = parser.parse_args(argv)
     flags.choose_isa(args)
     return args
@@ -78,10 +74,8 @@ def control(impl: str) -> list[dict[str, Any]]:
     return [{"kind": "control", "check": name, "differing": wrong, "seen": wrong > 0}]
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
-    """Checks each context, writes and prints the rows; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Checks each context, writes and prints the rows; returns whether all is well."""
     platform = subjects.check_device(args.device)
     impl = dispatch.resolve(args.impl)
     forms = {"dtype": args.dtype, "weights": args.weights}
@@ -101,10 +95,10 @@ def run(
         "native_isa": dispatch.instruction_set(impl),
         **records.provenance(),
     }
-    shown = tables.Report(out, console, COLUMNS)
+    shown = tables.Report(out, COLUMNS)
     for name, work in jobs.items():
         shown.add(name, work)
-    return FAILED if shown.failed else EQUAL
+    return not shown.failed
 
 
 COLUMNS = {
@@ -115,6 +109,3 @@ COLUMNS = {
 """Columns of the table of each kind of rows."""
 
 main = records.script("kernels.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

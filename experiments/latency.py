@@ -25,23 +25,16 @@ from experiments.lib import (
     steps,
     subjects,
     tables,
-    terminal,
     works as works_lib,
 )
 from spec_jax import loading
 
 
-MEASURED, FAILED = 0, 2
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    models = parser.add_argument_group("models")
-    flags.add(models, "models")
-    cli.add(
-        models,
-        """
+    text = """
+        models
         --preset PRESET  a target of random weights in that shape, mostly a released
             model's
         --draft-preset PRESET  a draft, likewise
@@ -49,15 +42,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             published ones, as many tokens as those do
         --head-tree ROWS  it drafts trees of so many rows: of seven first children, and
             of their siblings
-        """,
-        PRESET=sorted(subjects.PRESETS),
-        HEAD=subjects.HEADS,
-    )
-    group = parser.add_argument_group("steps")
-    flags.add(group, "gamma page-size")
-    cli.add(
-        group,
         """
+    kinds = {"PRESET": sorted(subjects.PRESETS), "HEAD": subjects.HEADS}
+    flags.add(parser, text, title="models", kinds=kinds)
+    text = """
+        gamma page-size repeats gen-tokens temperature noise
         --contexts TOKENS+=64,256,1024  context lengths of a plain step; everything else
             is measured at the first of them
         --rows N,N,...  active rows of a window, the most of them at every context
@@ -75,10 +64,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             --gamma)
         --dry-run  run nothing: trace and lower every program, for a GPU with --device
             gpu wherever this is, and compile it where there is one
-        """,
-        **{"FOLDER": pathlib.Path, "RATE,RATE,...": cli.names(forced_rounds.rate)},
-    )
-    flags.add(group, "repeats gen-tokens temperature noise", repeats=20)
+        """
+    kinds = {"FOLDER": pathlib.Path, "RATE,RATE,...": cli.names(forced_rounds.rate)}
+    flags.add(parser, text, title="steps", kinds=kinds, repeats=20)
     flags.add(parser, "device out", out="one per step, then one summary")
     args = flags.parsed(parser, argv)
     _check(parser, args)
@@ -123,10 +111,8 @@ def _check(parser: cli.Parser, args: argparse.Namespace) -> None:
             parser.error(words)
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
-    """Loads and measures, writes and prints each row; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Loads and measures, writes and prints each row; returns whether all is well."""
     lm = subjects.load(args, gamma_max=args.gamma, slab=args.slab)
     if args.head:  # The head decides how many tokens it drafts.
         args.gamma = lm.gamma_max
@@ -147,19 +133,15 @@ def run(
     # Generations at forced acceptance, after the first context.
     new = {"lm": lm, "start": args.contexts[0], "num_new": args.gen_tokens}
     make_runs = functools.partial(forced_rounds.Runs, **new, **sizes)
-    out.common = {
-        **models_lib.describe(args, lm),
-        **subjects.names(args),
-        "gamma_max": None if lm.drafter is None else args.gamma,
-        "steps_per_call": args.steps,
-        **records.provenance(),
-    }
-    shown = tables.Report(out, console, COLUMNS)
+    out.common = models_lib.common(args, lm) | subjects.names(args)
+    out.common |= {"gamma_max": None if lm.drafter is None else args.gamma}
+    out.common |= {"steps_per_call": args.steps}
+    shown = tables.Report(out, COLUMNS)
     if args.dry_run:
         works = [cost.work for group in groups for cost in group]
         works += make_runs().programs(args.gamma) if args.forced else []
         compile_all(args, works, shown)
-        return FAILED if shown.failed else MEASURED
+        return not shown.failed
     for group in groups:
         # Tracing raises `ValueError` for flags that do not fit the kernels.
         measure = lambda g=group: measure_steps(args, lm, g)
@@ -175,7 +157,7 @@ def run(
             make_runs(), g, args.forced, **how
         )
         shown.add(f"gamma {gamma}", measure)
-    return FAILED if shown.failed else MEASURED
+    return not shown.failed
 
 
 def compile_all(
@@ -235,6 +217,3 @@ COLUMNS = {
 
 
 main = records.script("latency.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

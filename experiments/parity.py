@@ -18,7 +18,6 @@ import numpy as np
 
 from experiments.lib import (
     cli,
-    curves,
     flags,
     microscope,
     prompt_files,
@@ -28,7 +27,6 @@ from experiments.lib import (
 )
 from spec_jax import algorithms, loading
 from spec_jax.model import (
-    config as config_lib,
     fingerprint,
     load,
     params as params_lib,
@@ -37,10 +35,8 @@ from spec_jax.model import (
 )
 from spec_jax.ops import dispatch, projection
 from spec_jax.paging import cache
-from spec_jax.typing import IMPLS
 
 
-EQUAL, DIFFERENT = 0, 2
 PAGE_SIZE = 16
 
 Row = dict[str, Any]
@@ -49,24 +45,22 @@ Row = dict[str, Any]
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    text = "--target DIR  Hugging Face Qwen3 folder (default: the embedded target)"
-    cli.add(parser, text)
-    group = parser.add_argument_group("texts")
-    flags.add(group, "prompts gen-tokens raw", prompts=1)
-    cli.add(group, "--gamma TOKENS=4  drafts of a window, which are decoding's own")
-    group = parser.add_argument_group("the two runs")
-    cli.add(
-        group,
+    text = """
+        out
+        --target DIR  Hugging Face Qwen3 folder (default: the embedded target)
         """
-        --impl IMPL=auto  kernels
+    flags.add(parser, text, out="one, what was seen")
+    text = """
+        prompts gen-tokens raw
+        --gamma TOKENS=4  drafts of a window, which are decoding's own
+        """
+    flags.add(parser, text, title="texts", prompts=1)
+    text = """
+        impl
         --dtype TYPE  of both runs (default: the model's)
         --verify-path PATH=paged-decode  how windows are verified
-        """,
-        PATH=microscope.PATHS,
-        IMPL=IMPLS,
-        TYPE=config_lib.DTYPES,
-    )
-    flags.add(parser, "out", out="one, what was seen")
+        """
+    flags.add(parser, text, title="the two runs", kinds={"PATH": microscope.PATHS})
     args = parser.parse_args(argv)
     if args.gen_tokens <= args.gamma:
         parser.error(
@@ -176,13 +170,13 @@ def look(args: argparse.Namespace) -> Row:
     }
 
 
-def print_row(row: Row, console: terminal.Console) -> None:
+def print_row(row: Row) -> None:
     """Prints what is compared, how many choices differ, and the first difference."""
     for side in ("reference", "verify"):
         told = ", ".join(f"{name} {value}" for name, value in row[side].items())
-        console.print(f"{side}: {told}", highlight=False)
+        terminal.show(f"{side}: {told}")
     for moved in filter(None, row["moved_by_recording"]):
-        console.print(
+        terminal.show(
             f"recording moved {moved:,d} elements of logits and K/V: this is another "
             "program than the one that runs",
             style="bold red",
@@ -190,7 +184,7 @@ def print_row(row: Row, console: terminal.Console) -> None:
     first, found = row["first"], f"no difference in {row['num_values']:,d} values"
     if first is not None:
         found = (
-            f"first: {curves.first_of(row)}: {first['differing']:,d} of "
+            f"first: {microscope.first_of(row)}: {first['differing']:,d} of "
             f"{first['elements']:,d} elements, at most {first['max_ulp']:,d} ulp"
         )
     for line in (
@@ -199,20 +193,15 @@ def print_row(row: Row, console: terminal.Console) -> None:
         f"looked at: {row['id']}, the window at position {row['start']}",
         found,
     ):
-        console.print(line, style="bold", highlight=False)
+        terminal.show(line, style="bold")
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
-    """Runs both paths, writes and prints the row; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Runs both paths, writes and prints the row; returns whether all is well."""
     row = look(args) | records.provenance()
     out.write(row)
-    print_row(row, console)
-    return EQUAL if row["equal"] else DIFFERENT
+    print_row(row)
+    return row["equal"]
 
 
 main = records.script("parity.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

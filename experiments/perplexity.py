@@ -20,15 +20,12 @@ FORMS = (None, "q8_0", "q4_1")
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add(parser, "target dtype impl isa prompts", prompts=50)
-    cli.add(
-        parser,
-        """
+    text = """
+        target dtype impl isa prompts out
         --window TOKENS=512  of a window; the second half is scored
         --windows N=8  at most
-        """,
-    )
-    flags.add(parser, "out", out="one for each form of the weights")
+        """
+    flags.add(parser, text, prompts=50, out="one for each form of the weights")
     args = parser.parse_args(argv)
     flags.choose_isa(args)
     return args
@@ -82,21 +79,15 @@ def rows(args: argparse.Namespace, text: str) -> Iterator[dict]:
         yield row
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
-    """Measures, writes and prints; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> None:
+    """Measures, writes and prints."""
     read = prompt_files.parse(args.prompts)
     text = "\n\n".join(str(prompt.text) for prompt in read)
     out.common = {"prompt_source": args.prompts, **records.provenance()}
     for row in rows(args, text):
         out.write(row)
         ratio = f"{row['ratio']:.4f} x dense +- {row['ratio_error']:.4f}"
-        console.print(f"{row['weights']}: {row['perplexity']:.4f}, {ratio}")
-    return 0
+        terminal.show(f"{row['weights']}: {row['perplexity']:.4f}, {ratio}")
 
 
 main = records.script("perplexity.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

@@ -7,14 +7,11 @@ was asked for by name.
 
 import argparse
 import pathlib
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from experiments.lib import cli, curves, files
+from experiments.lib import cli, files
 
-
-DRAWN = 0
 
 Row = dict[str, Any]
 
@@ -25,15 +22,20 @@ def _is_round(row: Row) -> bool:
     return is_summary and not row.get("tree")
 
 
+def _is_cell(row: Row) -> bool:
+    """Returns whether a row is a finished cell of `sweep.py` that drafted chains."""
+    return row.get("kind") == "sweep" and "tree" not in row
+
+
 FIGURES: dict[str, Callable[[Row], bool]] = {
     "speedup": _is_round,
     "step_cost": lambda row: str(row.get("step")).endswith(
         (" active row", " active rows")
     ),
     "divergence": lambda row: row.get("kind") == "parity",
-    "sweep_positions": curves.is_cell,
+    "sweep_positions": _is_cell,
     "sweep_contexts": lambda row: (
-        curves.is_cell(row) and str(row.get("category")).isdecimal()
+        _is_cell(row) and str(row.get("category")).isdecimal()
     ),
     "drift": lambda row: row.get("kind") == "reinforce",
 }
@@ -66,8 +68,12 @@ def _condition(text: str) -> tuple[str, str]:
     return name, value
 
 
-def run(args: argparse.Namespace) -> int:
-    """Reads rows, draws figures, prints the files written; returns the exit status."""
+def run(args: argparse.Namespace) -> None:
+    """Reads rows, draws figures, and prints the files written.
+
+    Raises:
+      ValueError: there are no rows, or a figure is not drawn; the others are.
+    """
     cli.require("plot")
     from experiments.lib import figures
 
@@ -82,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             f"no rows for {' or '.join(names)}; the rows there are of kind {kinds}"
         )
     args.out.mkdir(parents=True, exist_ok=True)
-    status = DRAWN
+    wrong = []
     for name, of_figure in found.items():
         path = args.out / f"{name}.svg"
         try:
@@ -90,13 +96,9 @@ def run(args: argparse.Namespace) -> int:
                 figures.draw(getattr(figures, name), of_figure, path)
                 print(path)
         except ValueError as error:
-            # The other figures are drawn all the same.
-            print(f"plot.py: error: {name} is not drawn: {error}", file=sys.stderr)
-            status = cli.UNUSABLE
-    return status
+            wrong.append(f"{name} is not drawn: {error}")
+    if wrong:
+        raise ValueError("; ".join(wrong))
 
 
-main = cli.script("plot.py", parse_args, run, kept=lambda _: "", uses_jax=False)
-
-if __name__ == "__main__":
-    cli.end(main)
+main = cli.script("plot.py", parse_args, run, kept="", uses_jax=False)

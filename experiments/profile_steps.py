@@ -37,42 +37,33 @@ from spec_jax import algorithms, loading
 from spec_jax.engine import protocols
 
 
-MEASURED = 0
 _ROUND = "round"
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add(parser.add_argument_group("models"), "models mesh")
-    group = parser.add_argument_group("steps")
-    cli.add(
-        group,
-        """
+    flags.add(parser, "models mesh", title="models")
+    text = """
+        gamma page-size drafter repeats
         --batch N,N,...=1,4,16  slots
         --contexts TOKENS,...=64,256  tokens in each slot
         --steps N=20  steps of one timed call
-        """,
-    )
-    flags.add(group, "gamma page-size drafter repeats", repeats=20)
-    group = parser.add_argument_group("confidences")
-    cli.add(
-        group,
         """
+    flags.add(parser, text, title="steps", repeats=20)
+    text = """
+        prompts gen-tokens raw
         --calibrate T,...  temperatures of the target's draws, 0 is greedy, for each of
             which confidences are calibrated (default: none)
         --seed I=0  of the draws
-        """,
-    )
-    flags.add(group, "prompts gen-tokens raw", prompts=50)
+        """
+    flags.add(parser, text, title="confidences", prompts=50)
     flags.add(parser, "out", out="calibrations, then one profile a batch and context")
     return flags.parsed(parser, argv)
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
-    """Measures, writes and shows each profile; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> None:
+    """Measures, writes and shows each profile."""
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
     subject = models.prepare(args, lm, args.prompts) if args.calibrate else None
     if subject is not None and len(subject.prompts) < 2:
@@ -80,13 +71,12 @@ def run(
     about = models.describe(args, lm) | {"drafter": args.drafter}
     out.common = about | records.provenance()
     if subject is not None:  # First: it fails for drafters without survival.
-        calibrate(args, subject, out, console)
+        calibrate(args, subject, out)
     for num_slots in args.batch:
         for context in args.contexts:
             row = profile(args, lm, num_slots=num_slots, context=context)
             out.write(row)
-            show(row, console)
-    return MEASURED
+            show(row)
 
 
 def profile(
@@ -167,7 +157,7 @@ COLUMNS = {
 
 
 def calibrate(
-    args: argparse.Namespace, subject: models.Subject, out: records.JsonLines, console
+    args: argparse.Namespace, subject: models.Subject, out: records.JsonLines
 ) -> None:
     """Fits, writes and shows the confidences at each temperature."""
     about = {
@@ -184,10 +174,10 @@ def calibrate(
             | {name: row[name][draft] for name in names}
             for draft in range(row["gamma"])
         ]
-        tables.print_rows(lines, COLUMNS, console)
+        tables.print_rows(lines, COLUMNS)
 
 
-def show(row: dict, console) -> None:
+def show(row: dict) -> None:
     """Prints the milliseconds of steps of 1, 2, 4 .. rows of a profile."""
     most = len(row["rows"])
     shown = sorted({2**n for n in range(most.bit_length())} | {most})
@@ -196,15 +186,12 @@ def show(row: dict, console) -> None:
         {"rows": rows} | {name[:-2]: 1e3 * row[name][rows - 1] for name in names}
         for rows in shown
     ]
-    console.print(
+    terminal.show(
         f"{row['num_slots']} slots, context {row['context']}, ms a step; drafting adds "
         f"{1e3 * row['draft_s']:.3f}"
     )
     columns = {"rows": "d"} | {name[:-2]: ".3f" for name in names}
-    tables.print_rows(lines, columns, console)
+    tables.print_rows(lines, columns)
 
 
 main = records.script("profile_steps.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

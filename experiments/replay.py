@@ -32,7 +32,7 @@ from experiments.lib import (
     models,
     policies,
     records,
-    summaries,
+    results,
     tables,
     terminal,
 )
@@ -46,7 +46,6 @@ from spec_jax.paging import index
 from spec_jax.rules import sampling
 
 
-DONE = 0
 SURE = 1e6
 """The logit of a text's own token: no draw's noise lifts another token above it."""
 SAMPLING = ("temperature", *flags.NOISE, "seed")
@@ -93,27 +92,23 @@ class Way:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    rows = "texts FILE  rows of spec_round.py --ignore-stop --out"
-    cli.add(parser, rows, FILE=pathlib.Path)
+    texts = "texts FILE  rows of spec_round.py --ignore-stop --out"
+    cli.add(parser, texts, FILE=pathlib.Path)
     replayed = [n for n in registry.names() if n not in registry.NEED_TARGET]
-    flags.add(parser, "drafters", drafters=",".join(replayed))
-    cli.add(
-        parser,
-        """
+    text = """
+        drafters out
         --draft DIR  folder of the draft model (default: that of the embedded pair)
         --gamma TOKENS,...=1,2,4,7  tokens drafted per round: a row for each
         --round-costs T,T,...  what rounds of 0, 1, 2 .. drafts take, in any unit, up to
             the largest gamma
         --lookup-costs T,T,...  the same of drafts that are looked up, in that unit
             (default: --round-costs)
-        --gamma-policy NAME,...  policies that go by these costs, a row for each
-        """,
-        **{
-            "T,T,...": round_costs,
-            "NAME,...": cli.names(cli.one_of(policies.MEASURED[1:])),
-        },
-    )
-    flags.add(parser, "out", out="one per drafter and gamma, as the table shows them")
+        --gamma-policy POLICY,...  policies that go by these costs, a row for each
+        """
+    named = cli.names(cli.one_of(policies.MEASURED[1:]))
+    kinds = {"T,T,...": round_costs, "POLICY,...": named}
+    rows = "one per drafter and gamma, as the table shows them"
+    flags.add(parser, text, kinds=kinds, drafters=",".join(replayed), out=rows)
     args = parser.parse_args(argv)
     for flag in ("gamma_policy", "lookup_costs"):
         if getattr(args, flag) and not args.round_costs:
@@ -305,7 +300,7 @@ def row_of(
     counted, forwards = zip(*done, strict=True)
     found = {"prompts": len(counted), **metrics.summarise(metrics.total(counted))}
     found.pop("nonfinite_logits")  # A trace has no logits.
-    found |= summaries.by_repetition(texts.generated, counted)
+    found |= results.by_repetition(texts.generated, counted)
     found["rounds_by_rows"] = np.sum(forwards, axis=(0, 1))
     if costs is not None:
         most = forwards[0].shape[1] - 2
@@ -333,10 +328,8 @@ def compare(
         row["regret_by_text"] = seconds / float(best_s) - 1
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
-    """Evaluates the drafters, writes and shows the rows; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> None:
+    """Evaluates the drafters, writes and shows the rows."""
     texts, found = read(args.texts), []
     if args.round_costs:
         args.round_costs.upto(max(args.gamma))  # Raises if there are too few.
@@ -362,8 +355,7 @@ def run(
         compare(args.round_costs, texts, found)
     out.write_all(found)
     columns = COLUMNS | (COSTS if args.round_costs else {})
-    tables.print_rows(found, columns, console)
-    return DONE
+    tables.print_rows(found, columns)
 
 
 COLUMNS: dict[str, tables.Column] = {
@@ -381,6 +373,3 @@ COSTS: dict[str, tables.Column] = {
 }
 
 main = records.script("replay.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

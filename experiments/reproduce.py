@@ -34,7 +34,6 @@ from experiments.lib import (
 from spec_jax.model import hub
 
 
-DONE, FAILED = 0, 2
 FOLDERS = ("data", "llama_bin", "texts")
 """Flags of folders, which commands have in braces."""
 
@@ -94,7 +93,7 @@ def run_step(args: argparse.Namespace, step: Step) -> int:
 
     The file of rows is replaced after the last run, if all have status 0 or 2.
     """
-    worst, rows, is_rows = DONE, [], step.path.suffix == ".jsonl"
+    worst, rows, is_rows = 0, [], step.path.suffix == ".jsonl"
     for number, command in enumerate(step.runs):
         words = command.format(results=records.RESULTS, **vars(args))
         script, *arguments = shlex.split(words)
@@ -104,8 +103,8 @@ def run_step(args: argparse.Namespace, step: Step) -> int:
             path = pathlib.Path(folder) / str(number) if is_rows else step.path
             # First: behind -- are flags of another script.
             status = call(script, [step.flag, str(path)] * bool(step.flag) + arguments)
-            status = DONE if status == FAILED and step.mismatches else status
-            if status not in (DONE, FAILED):
+            status = 0 if status == cli.FAILED and step.mismatches else status
+            if status not in (0, cli.FAILED):
                 return status
             rows += files.read_rows(path) if is_rows else []
         worst = max(worst, status)
@@ -153,15 +152,15 @@ def shortened(rows: list[dict[str, Any]]) -> list[dict]:
     return rows
 
 
-def run(args: argparse.Namespace) -> int:
-    """Lists steps, runs unfinished ones, or writes tables; returns the worst status."""
+def run(args: argparse.Namespace) -> bool:
+    """Lists or runs steps, or writes tables; returns whether all is well."""
     if args.tables:
         for path in published.update_pages():
             print(path)
-        return DONE
+        return True
     if not (args.list or args.allow_dirty):
         records.check_clean("a row of experiments/results")
-    here, worst = records.provenance(), DONE
+    here, is_well = records.provenance(), True
     for step in chosen(args):
         state = state_of(args, step, here)
         told = step.runs if args.list else ()
@@ -173,20 +172,13 @@ def run(args: argparse.Namespace) -> int:
         status = run_step(args, step)
         seconds = round(time.perf_counter() - started, 1)
         print(f"{step.file}: status {status} after {seconds} s", flush=True)
-        worst = max(worst, FAILED if status else DONE)
+        is_well &= status == 0
         if records.provenance() != here:
             raise ValueError(
                 "the commit, or its code, changed while a step ran: run it again"
             )
-    return worst
+    return is_well
 
 
-main = cli.script(
-    "reproduce.py",
-    parse_args,
-    run,
-    kept=lambda args: "the same command goes on after the last finished step",
-)
-
-if __name__ == "__main__":
-    cli.end(main)
+KEPT = "the same command goes on after the last finished step"
+main = cli.script("reproduce.py", parse_args, run, kept=KEPT)

@@ -34,40 +34,28 @@ from experiments.lib import (
     processing,
     records,
     tables,
-    terminal,
 )
 from spec_jax import testing
 from spec_jax.engine import protocols
 
 
-EQUAL, NOT_EQUAL = 0, 2
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add(parser.add_argument_group("models"), "models")
-    group = parser.add_argument_group("rollouts")
-    names = "drafter prompts raw gen-tokens page-size repeats"
-    flags.add(group, names, prompts=4, repeats=3)
-    cli.add(
-        group,
-        """
+    flags.add(parser, "models", title="models")
+    text = """
+        drafter prompts raw gen-tokens page-size repeats
         --samples N=4  of each prompt, all from one seed
         --batch N=8  samples at once
         --gamma N=7  drafts of a round, at most
-        """,
-    )
-    group = parser.add_argument_group("sampling")
-    flags.add(group, "temperature noise processor", temperature=1.0)
-    group = parser.add_argument_group("learning")
-    cli.add(
-        group,
         """
+    flags.add(parser, text, title="rollouts", prompts=4, repeats=3)
+    flags.add(parser, "temperature noise processor", title="sampling", temperature=1.0)
+    text = """
         --steps I=0  steps of REINFORCE after the comparison
         --learning-rate RATE=0.0003  of Adam
-        """,
-    )
+        """
+    flags.add(parser, text, title="learning")
     flags.add(parser, "out", out="one per sample, one per way, then one per step")
     args = flags.parsed(parser, argv)
     if args.samples > 1 and not args.temperature:
@@ -75,8 +63,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             f"--samples {args.samples} of --temperature 0 are one text: give a "
             "temperature above 0, or --samples 1"
         )
-    filters = (*flags.NOISE, "processor")
-    if args.steps and any(getattr(args, n) != parser.get_default(n) for n in filters):
+    if args.steps and flags.given(parser, args, (*flags.NOISE, "processor")):
         parser.error(
             "--steps are of what the model itself draws: leave filters out, and "
             "processors"
@@ -170,10 +157,8 @@ def worst_ratio(learner: Any, sampler: Any) -> float:
     return max(ratios, key=lambda x: abs(x - 1), default=1.0)
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
-    """Draws, scores and compares, then learns; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Draws, scores and compares, then learns; returns whether all is well."""
     names = ("temperature", "top_k", "top_p", "min_p", "seed")
     sampling = sj.Sampling(**{name: getattr(args, name) for name in names})
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
@@ -188,7 +173,7 @@ def run(
     texts, seconds = roll_out(lm, ids, gammas, settings, repeats=args.repeats)
     samples = out.write_all(compare(lm, texts, sampling, processor))
     rows = out.write_all(summaries(samples, seconds, texts))
-    tables.print_rows([row | out.common for row in rows], COLUMNS, console)
+    tables.print_rows([row | out.common for row in rows], COLUMNS)
     steps: list[dict[str, Any]] = []
     if args.steps:
         from experiments.lib import reinforce
@@ -197,10 +182,9 @@ def run(
         how = {"steps": args.steps, "learning_rate": args.learning_rate}
         how |= {"ratio": worst_ratio}
         steps = out.write_all(reinforce.learn(lm, ids, settings, **how))
-        tables.print_rows([row | out.common for row in steps], STEPS, console)
+        tables.print_rows([row | out.common for row in steps], STEPS)
     is_equal = rows[0]["equal"] == len(samples)
-    is_equal &= all(row["ratio"] == 1 for row in steps)
-    return EQUAL if is_equal else NOT_EQUAL
+    return is_equal and all(row["ratio"] == 1 for row in steps)
 
 
 def summaries(
@@ -258,6 +242,3 @@ STEPS = {
 }
 
 main = records.script("rollouts.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

@@ -26,32 +26,23 @@ from experiments.lib import (
 from spec_jax.model import row_model
 
 
-MATCHED, NOT_MATCHED = 0, 2
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add(parser.add_argument_group("models"), "models mesh")
-    runs = parser.add_argument_group("runs")
-    flags.add(runs, "gamma page-size tree drafter rule")
-    flags.add(runs, "prompts gen-tokens repeats ignore-stop raw", prompts=10)
-    cli.add(
-        runs,
-        """
+    flags.add(parser, "models mesh", title="models")
+    text = """
+        gamma page-size tree drafter rule prompts gen-tokens repeats ignore-stop raw
         --prefill HOW  how prompts enter the cache; rows makes even their K/V
             bit-identical to decoding (default: the faster, rows with native kernels,
             else batched)
         --batch N  run so many prompts at once, refilled as they end, and compare each
             with autoregressive decoding alone (default: one after the other)
         --cache KIND=paged  pages, or one contiguous block per sequence
-        """,
-        HOW=("batched", "rows"),
-        KIND=row_model.CACHE_KINDS,
-    )
-    flags.add(parser.add_argument_group("adaptive gamma"), "policy")
-    group = parser.add_argument_group("sampling")
-    flags.add(group, "temperature noise processor")
+        """
+    kinds = {"HOW": ("batched", "rows"), "KIND": row_model.CACHE_KINDS}
+    flags.add(parser, text, title="runs", kinds=kinds, prompts=10)
+    flags.add(parser, "policy", title="adaptive gamma")
+    flags.add(parser, "temperature noise processor", title="sampling")
     # None: the flag was not given.
     parser.set_defaults(gamma=None, gamma_policy=None)
     flags.add(parser, "out", out="one per prompt as it finishes, then one summary")
@@ -110,18 +101,15 @@ def describe(args: argparse.Namespace, subject: models.Subject) -> dict:
     }
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
-    """Runs every prompt, and writes its line and the summary; returns the exit
-    status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Runs every prompt, writes and shows the rows; returns whether all is well."""
     subject = load(args)
     settings, prompts = subject.settings, subject.prompts
     if args.batch is not None and args.batch > len(prompts):
         args.batch = len(prompts)
-        console.print(f"--batch: {args.batch} slots, as many as there are prompts")
+        terminal.show(f"--batch: {args.batch} slots, as many as there are prompts")
     drafted = f"tree {args.tree}" if args.tree else f"gamma {settings.gamma}"
-    models.announce(args, subject, console, drafted)
+    models.announce(args, subject, drafted)
     compile_s = results_lib.warm_up([settings], prompts)
     results, turns = [], args.repeats if settings.num_slots > 1 else 1
     with terminal.counted("prompts", total=turns * len(prompts)) as advance:
@@ -136,19 +124,16 @@ def run(
               | {"compile_s": compile_s})  # fmt: skip
     names = ("temperature", *flags.NOISE, "seed") if args.temperature else ()
     drawn = ", ".join(f"{name} {getattr(args, name)}" for name in names) or "greedy"
-    console.print()
-    samples.show(results[0], settings.lm, console, how=drawn)
-    console.print()
-    tables.print_table(summary, console)
+    terminal.show()
+    samples.show(results[0], settings.lm, how=drawn)
+    terminal.show()
+    tables.print_table(summary)
     if by_category:
         rows = [{"category": name} | row for name, row in by_category.items()]
-        console.print()
-        tables.print_cells(rows, console, title="by category")
-        tables.print_note(tables.CELLS_NOTE, console)
-    return NOT_MATCHED if summary["matched"] is False else MATCHED
+        terminal.show()
+        tables.print_cells(rows, title="by category")
+        tables.print_note(tables.CELLS_NOTE)
+    return summary["matched"] is not False
 
 
 main = records.script("spec_round.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

@@ -35,8 +35,6 @@ from spec_jax.drafters import tree_shapes
 from spec_jax.model import fingerprint
 
 
-MATCHED, NOT_MATCHED = 0, 2
-
 ALL = "all"
 """The category of a cell that has the prompts of all categories."""
 
@@ -71,13 +69,26 @@ def cell_of(row: Mapping[str, Any]) -> Cell:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unusable ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add(parser.add_argument_group("models"), "models mesh")
-    _add_grid(parser.add_argument_group("grid: a cell for each combination"))
-    shared = parser.add_argument_group("the same in all cells")
-    flags.add(shared, "rule gen-tokens repeats ignore-stop raw")
-    noise = parser.add_argument_group("sampling, where the temperature is above 0")
-    flags.add(noise, "noise")
-    flags.add(parser.add_argument_group("cells on a cluster"), "cluster")
+    flags.add(parser, "models mesh", title="models")
+    text = f"""
+        drafters gammas page-size trees
+        --prompts N|FILE[:N]+=10  prompt sets: the first N bundled prompts, or files as
+            spec_round.py takes them, or a folder, for all its files *.jsonl and those
+            of its folders
+        --context TOKENS,...  bring at most {prompts_lib.PER_CONTEXT} prompts to so many
+            tokens, by those before them in the file: each number is a cell
+        --temperature T,...=0  divides the logits; 0 is greedy
+        --gamma-policy POLICY,...=fixed  of {", ".join(policies.MEASURED)};
+            where they adapt, --gamma is the most that they may choose
+        """
+    kinds = {"POLICY,...": cli.names(cli.one_of(policies.MEASURED))}
+    title = "grid: a cell for each combination"
+    flags.add(parser, text, title=title, kinds=kinds, gammas="1,2,4")
+    parser.set_defaults(tree=(flags.NO_TREE,))
+    shared = "rule gen-tokens repeats ignore-stop raw"
+    flags.add(parser, shared, title="the same in all cells")
+    flags.add(parser, "noise", title="sampling, where the temperature is above 0")
+    flags.add(parser, "cluster", title="cells on a cluster")
     rows = "one per finished cell; cells that are there already are not run again"
     flags.add(parser, "out", out=rows)
     args = flags.parsed(parser, argv)
@@ -87,25 +98,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args.gamma_max = max(args.gamma)
     flags.check_tree(parser, args, "gamma_policy")
     return args
-
-
-def _add_grid(group: argparse._ActionsContainer) -> None:
-    flags.add(group, "drafters gammas page-size trees", gammas="1,2,4")
-    group.set_defaults(tree=(flags.NO_TREE,))
-    cli.add(
-        group,
-        f"""
-        --prompts N|FILE[:N]+=10  prompt sets: the first N bundled prompts, or files as
-            spec_round.py takes them, or a folder, for all its files *.jsonl and those
-            of its folders
-        --context TOKENS,...  bring at most {prompts_lib.PER_CONTEXT} prompts to so many
-            tokens, by those before them in the file: each number is a cell
-        --temperature T,...=0  divides the logits; 0 is greedy
-        --gamma-policy NAME,...=fixed  of {", ".join(policies.MEASURED)};
-            where they adapt, --gamma is the most that they may choose
-        """,
-        **{"NAME,...": cli.names(cli.one_of(policies.MEASURED)), "N|FILE[:N]": str},
-    )
 
 
 def _sets_of(source: str) -> list[str]:
@@ -231,7 +223,7 @@ def unfinished(bench: Bench, cells: Sequence[Cell], rows: Sequence[dict]) -> lis
     return [cell for cell in cells if cell not in finished]
 
 
-def print_sets(rows: Sequence[dict], console: terminal.Console) -> None:
+def print_sets(rows: Sequence[dict]) -> None:
     """Prints a table of each prompt set, after one by category where it has several."""
     for source in dict.fromkeys(row["prompt_source"] for row in rows):
         of_set = [row for row in rows if row["prompt_source"] == source]
@@ -242,14 +234,13 @@ def print_sets(rows: Sequence[dict], console: terminal.Console) -> None:
         ]
         if by_category:
             by_category.sort(key=lambda row: row["category"])
-            tables.print_cells(by_category, console, title=f"{source}, by category")
-        tables.print_cells(of_set, console, title=source)
-    tables.print_note(tables.CELLS_NOTE, console)
+            tables.print_cells(by_category, title=f"{source}, by category")
+        tables.print_cells(of_set, title=source)
+    tables.print_note(tables.CELLS_NOTE)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs the missing cells and shows all of them; returns the exit status."""
-    console = terminal.console()
+def run(args: argparse.Namespace) -> bool:
+    """Runs the missing cells and shows all of them; returns whether all is well."""
     for temperature in args.temperature:
         flags.sampling_settings(args, temperature)  # Raises before any cell is run.
     bench = Bench(args)
@@ -258,7 +249,7 @@ def run(args: argparse.Namespace) -> int:
         rows = records.resume(out, shared)
         missing = unfinished(bench, cells, rows)
         done = len(cells) - len(missing)
-        console.out(f"{len(cells)} cells, {done} of them in {args.out}")
+        terminal.show(f"{len(cells)} cells, {done} of them in {args.out}")
         out.common = shared | records.provenance() | fan_out.describe(args)
         for cell, found in fan_out.each(args, missing, bench, Bench, args, shared):
             for row in found:
@@ -266,23 +257,14 @@ def run(args: argparse.Namespace) -> int:
                 rows.append(records.to_json(row | out.common))
                 told = " ".join(map(str, cell.to_row().values()))
                 line = f"{told}: {row['speedup_e2e']:.2f}x, matched: {row['matched']}"
-                console.out(line)
+                terminal.show(line)
     # In the grid's order; a cluster returns cells in another order.
     by_cell = {cell_of(row): row for row in rows}
     rows = [by_cell[cell] for cell in cells]
-    console.print()
-    print_sets(rows, console)
-    return NOT_MATCHED if any(row["matched"] is False for row in rows) else MATCHED
+    terminal.show()
+    print_sets(rows)
+    return all(row["matched"] is not False for row in rows)
 
 
-main = cli.script(
-    "sweep.py",
-    parse_args,
-    run,
-    kept=lambda args: (
-        f"finished cells are in {args.out}, and the same command goes on from there"
-    ),
-)
-
-if __name__ == "__main__":
-    cli.end(main)
+KEPT = "finished cells are in {out}, and the same command goes on from there"
+main = cli.script("sweep.py", parse_args, run, kept=KEPT)

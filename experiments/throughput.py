@@ -32,9 +32,6 @@ from experiments.lib import (
 )
 
 
-MATCHED, NOT_MATCHED = 0, 2
-
-
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Way:
     """A way of running all prompts, and the rows of its turns."""
@@ -61,21 +58,16 @@ class Way:
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the flags; unknown ones end the script with status 1."""
     parser = cli.Parser(__doc__)
-    flags.add(parser.add_argument_group("models"), "models mesh")
-    group = parser.add_argument_group("runs")
-    cli.add(group, "--batch N,N,...=1,2,4,8,16  sequences at once")
-    flags.add(group, "gammas page-size tree drafter rule", gammas=4)
-    flags.add(group, "prompts raw gen-tokens repeats", prompts=32, repeats=3)
-    cli.add(
-        group,
-        """
+    flags.add(parser, "models mesh", title="models")
+    text = """
+        gammas page-size tree drafter rule prompts raw gen-tokens repeats
+        --batch N,N,...=1,2,4,8,16  sequences at once
         --adversarial  let the drafter work as always, and have each of its drafts be
             wrong, however sure it is of it
-        """,
-    )
-    flags.add(parser.add_argument_group("adaptive gamma"), "policy")
-    group = parser.add_argument_group("sampling")
-    flags.add(group, "temperature noise processor")
+        """
+    flags.add(parser, text, title="runs", gammas=4, prompts=32, repeats=3)
+    flags.add(parser, "policy", title="adaptive gamma")
+    flags.add(parser, "temperature noise processor", title="sampling")
     flags.add(parser, "out", out="one per run as it finishes, then one per way")
     args = flags.parsed(parser, argv)
     flags.check_tree(parser, args, "gamma_policy", "schedule", "adversarial")
@@ -170,10 +162,8 @@ COLUMNS = {
 """The columns of the table, for `tables.print_rows`."""
 
 
-def run(
-    args: argparse.Namespace, out: records.JsonLines, console: terminal.Console
-) -> int:
-    """Loads, runs and compares; returns the exit status."""
+def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
+    """Loads, runs and compares; returns whether all is well."""
     lm = models.load(args, drafter=args.drafter, gamma_max=max(args.gamma))
     if args.adversarial:
         size = lm.target.config.vocab_size
@@ -183,25 +173,22 @@ def run(
     subject = models.prepare(args, lm, args.prompts, sampling=sampling)
     ids = [one.ids for one in subject.prompts]
     if max(args.batch) > len(ids):
-        console.print(f"--batch: at most {len(ids)} slots, as there are prompts")
+        terminal.show(f"--batch: at most {len(ids)} slots, as there are prompts")
     ways = ways_of(args, subject)
-    models.announce(args, subject, console)
+    models.announce(args, subject)
     out.common = models.common(args, lm, "drafter", "gamma_policy", "adversarial")
     schedule = args.schedule and args.schedule.name
     out.common |= {"prompts": len(ids), "schedule": schedule}
     out.write_all(run_ways(ways, ids, repeats=args.repeats))
     rows = out.write_all(row_of(way, ways[0]) for way in ways)
-    tables.print_rows([row | out.common for row in rows], COLUMNS, console)
+    tables.print_rows([row | out.common for row in rows], COLUMNS)
     is_equal = all(row["prompts_equal"] == len(ids) for row in rows)
     # A rule that keeps only the distribution gives other texts.
     is_equal |= not subject.settings.is_exact
     is_finite = not any(row["nonfinite_logits"] for row in rows)
     if not is_finite:
-        console.print("logits hold NaN or infinity: equality means nothing there")
-    return MATCHED if is_equal and is_finite else NOT_MATCHED
+        terminal.show("logits hold NaN or infinity: equality means nothing there")
+    return is_equal and is_finite
 
 
 main = records.script("throughput.py", parse_args, run)
-
-if __name__ == "__main__":
-    cli.end(main)

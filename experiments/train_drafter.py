@@ -32,7 +32,6 @@ from spec_jax.model import (
 from spec_jax.typing import IMPLS
 
 
-DONE = 0
 TARGETS = ("online", "cache")
 
 
@@ -74,6 +73,7 @@ FLAGS = {
         --seed SEED=0  of weights, batches and drawn rollouts
         """,
     "prompts and rollouts": """
+        raw
         --write N=1000  prompts that the stage of that name writes; those are kept that
           end, do not repeat themselves and are like no other
         --avoid FILE*  prompts of an evaluation, which none of those may be like
@@ -86,6 +86,7 @@ FLAGS = {
         --targets WHERE=online  the target's features: computed in each step, or read
           from the cache, which the stage of that name writes
         """,
+    "prompts and rollouts on a cluster": "cluster",
     "drafter": """
         --base FOLDER  a drafter of this family to go on from; its shape stands for the
           flags that would give one, and no calibration of it is kept
@@ -155,11 +156,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     parser.add_argument("--family", choices=families.FAMILIES, required=True)
     parser.add_argument("--stage", choices=tuple(STAGES), required=True)
-    groups = {title: parser.add_argument_group(title) for title in FLAGS}
     for title, text in FLAGS.items():
-        cli.add(groups[title], text, **TYPES)
-    flags.add(groups["prompts and rollouts"], "raw")
-    flags.add(parser.add_argument_group("prompts and rollouts on a cluster"), "cluster")
+        flags.add(parser, text, title=title, kinds=TYPES)
     args = parser.parse_args(argv)
     if args.ray is not None and args.stage not in ("prompts", "rollouts"):
         parser.error("--ray is of --stage prompts and rollouts: leave it out")
@@ -178,8 +176,8 @@ STAGES = {
 }
 
 
-def run(args: argparse.Namespace) -> int:
-    """Runs one stage; returns the exit status."""
+def run(args: argparse.Namespace) -> None:
+    """Runs one stage."""
     families.check_flags(args)
     args.work.mkdir(parents=True, exist_ok=True)
     if args.stage not in ("prompts", "export"):
@@ -195,15 +193,7 @@ def run(args: argparse.Namespace) -> int:
             f"held-out loss {found['held_out_loss']:.4f} nats, accepted length "
             f"{found['held_out_accepted_length']:.2f} of rounds of greedy decoding"
         )
-    return DONE
 
 
-main = cli.script(
-    "train_drafter.py",
-    parse_args,
-    run,
-    kept=lambda args: f"the same command goes on from what is in {args.work}",
-)
-
-if __name__ == "__main__":
-    cli.end(main)
+KEPT = "the same command goes on from what is in {work}"
+main = cli.script("train_drafter.py", parse_args, run, kept=KEPT)

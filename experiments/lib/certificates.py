@@ -7,8 +7,9 @@ This module handles rows and JSON, and runs nothing.
 
 import hashlib
 import json
+import operator
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.lib import exact_cells as cells_lib, files, suite
@@ -195,30 +196,24 @@ def cells_of(certificate: Mapping[str, Any]) -> list[cells_lib.Cell]:
 
 
 def agreement(
-    certificate: Mapping[str, Any], rows: Sequence[suite.Row]
-) -> dict[str, dict[str, int]]:
+    certificate: Mapping[str, Any], made: Mapping[str, Any]
+) -> list[dict[str, int]]:
     """Returns how many prompts of each cell have each result of the certificate.
 
     A prompt counts if the results of decoding and of the rounds are both equal.
 
     Args:
-      rows: from a run of the certificate's cells, for some or all of its prompts.
+      made: the certificate of a run of its cells, for its first prompts or all.
     """
-    lists, found = certificate["lists"], {}
-    for entry, cell in zip(certificate["cells"], cells_of(certificate), strict=True):
-        own = [row for row in rows if row["cell"] == cell.name]
-        found[cell.name] = {
-            what: sum(
-                all(
-                    lists[entry[kind][what]][row["index"]]
-                    == row[f"{kind}_sha256"][what]
-                    for kind in KINDS
-                )
-                for row in own
-            )
-            for what in evidence.WHATS
-        }
-    return found
+
+    def hashes(of: Mapping[str, Any], cell: suite.Row, what: str) -> Iterator[tuple]:
+        return zip(*(of["lists"][cell[kind][what]] for kind in KINDS), strict=True)
+
+    equal = lambda then, now, what: sum(
+        map(operator.eq, hashes(certificate, then, what), hashes(made, now, what))
+    )
+    cells = zip(certificate["cells"], made["cells"], strict=True)
+    return [{what: equal(*both, what) for what in evidence.WHATS} for both in cells]
 
 
 def changes(

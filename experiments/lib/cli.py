@@ -14,10 +14,10 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 
-UNUSABLE, NOT_FINITE, INTERRUPTED = 1, 2, 130
+UNUSABLE, FAILED, INTERRUPTED = 1, 2, 130
 
 EXTRAS = {
     "experiments": ("rich", "scipy", "tqdm"),
@@ -41,27 +41,25 @@ def require(extra: str) -> None:
         )
 
 
-def rows_in_out(args: argparse.Namespace) -> str:
-    """Says where an interrupted script leaves the rows that it has written."""
-    return f"finished rows are in {args.out}" if args.out else ""
-
-
 def script(
     name: str,
     parse: Callable[[Sequence[str] | None], argparse.Namespace],
-    work: Callable[[argparse.Namespace], int],
+    work: Callable[[argparse.Namespace], bool | None],
     *,
-    kept: Callable[[argparse.Namespace], str] = rows_in_out,
+    kept: str = "finished rows are in {out}",
     uses_jax: bool = True,
 ) -> Callable[..., int]:
-    """Returns the `main(argv=None)` of a script: the exit status of `work(parse())`.
+    """Returns the `main(argv=None)` of a script, which returns the exit status of
+    `work(parse(argv))`: 0, or `FAILED` where that returns False.
 
     Unusable input, an interrupt, a full disk and the like become one line on standard
-    error, and so do logits of NaN, which allow no conclusion (status `NOT_FINITE`).
+    error, and so do logits of NaN, which allow no conclusion (status `FAILED`). Where
+    the file of `parse` is run, and not imported, the status ends the process.
 
     Args:
       name: the script's name, which begins that line.
-      kept: returns a note on what an interrupt leaves behind.
+      kept: what an interrupt leaves behind, with flags in braces; nothing without an
+        `--out`, where there is one.
       uses_jax: check first that there is a device to run on.
     """
 
@@ -73,9 +71,10 @@ def script(
                 from spec_jax.ops import dispatch  # Scripts have it already.
 
                 dispatch.backend()  # Raises if jax cannot start.
-            return work(args)
+            is_well = work(args)
+            return FAILED if is_well is not None and not is_well else 0
         except KeyboardInterrupt:
-            left = kept(args) if args else ""
+            left = kept.format(**vars(args)) if getattr(args, "out", args) else ""
             line, status = "; ".join(filter(None, ["interrupted", left])), INTERRUPTED
         except Exception as error:
             said = _line_of(error)
@@ -83,21 +82,18 @@ def script(
                 raise
             line = f"error: {_with_flags(said, args)}"
             if isinstance(error, FloatingPointError):
-                status = NOT_FINITE
+                status = FAILED
         print(f"{name}: {line}", file=sys.stderr)
         return status
 
+    if parse.__module__ == "__main__":
+        status = main()
+        if status == INTERRUPTED:
+            # Skips the interpreter's clean-up: that of jax crashes in a computation.
+            sys.stdout.flush()
+            os._exit(status)
+        sys.exit(status)
     return main
-
-
-def end(main: Callable[[], int]) -> NoReturn:
-    """Ends the process with the exit status of `main()`."""
-    status = main()
-    if status == INTERRUPTED:
-        # Skips the interpreter's clean-up: that of jax crashes during a computation.
-        sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
 
 
 def _line_of(error: Exception) -> str | None:
@@ -235,9 +231,8 @@ def add(group: argparse._ActionsContainer, text: str, **kinds: Any) -> None:
             kind = (KINDS | kinds)[value]
             how = {"type": _typed(kind), "default": default}
             how |= {"metavar": value} if callable(kind) else {"choices": kind}
-            if (
-                callable(kind) and default is not None
-            ):  # Scripts compare values with it.
+            # As a value, since scripts compare values with it.
+            if callable(kind) and default is not None:
                 several = many == "+" and [*map(kind, default.split(","))]
                 how["default"] = several or kind(default)
             if many == "*":

@@ -66,13 +66,9 @@ def ours(
     gamma: int | None,
 ) -> Generated:
     """Generates on our side, by `lm`; raises as `runs.run_plain`."""
-    settings = dataclasses.replace(settings, lm=lm)
-    if gamma is None:
-        done, counters = runs.run_plain(settings, prompt), None
-    else:
-        settings = dataclasses.replace(settings, gamma=gamma)
-        done = runs.run_speculative(settings, prompt)
-        counters = done.counters
+    settings = dataclasses.replace(settings, lm=lm, gamma=gamma or settings.gamma)
+    is_plain = gamma is None
+    done = (runs.run_plain if is_plain else runs.run_speculative)(settings, prompt)
     shown = [token for token in done.tokens if token not in settings.stop_ids]
     return Generated(
         count=len(done.tokens),
@@ -80,7 +76,7 @@ def ours(
         text=bytes_of(lm, shown),
         prefill_s=done.prefill_s,
         decode_s=done.decode_s,
-        counters=counters,
+        counters=None if is_plain else done.counters,
         nonfinite=done.nonfinite,
     )
 

@@ -43,9 +43,8 @@ FORCED = {"always-right": 1.0, "always-wrong": 0.0}
 of a window are kept, or none."""
 
 
-def drafter_names() -> tuple[str, ...]:
-    """Returns the names of drafters, without any written as package.module:Name."""
-    return (*registry.names(), *FORCED)
+DRAFTERS = (*registry.names(), *FORCED)
+"""Names of drafters, without any written as package.module:Name."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

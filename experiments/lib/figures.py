@@ -4,10 +4,13 @@ Each function takes the rows of one figure and returns it; `draw` writes it. Not
 measured here. This module needs matplotlib, of the extra `plot`.
 """
 
+import hashlib
+import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib
@@ -17,10 +20,10 @@ import matplotlib.figure
 import matplotlib.ticker
 import numpy as np
 
-from experiments.lib import curves
+from experiments.lib import microscope
 
 
-Row = curves.Row
+Row = Mapping[str, Any]
 Axes = matplotlib.axes.Axes
 Figure = matplotlib.figure.Figure
 
@@ -48,20 +51,144 @@ _STYLE = {
 }
 SPREAD = "median, bars: 10th to 90th percentile"
 
+RUN = (
+    *("target", "draft", "drafter", "impl", "dtype", "prompt_source", "gen_tokens"),
+    *("page_size", "prefill", "cache", "temperature", "rule", "gamma_policy"),
+    *("schedule", "confidence", "batch", "repeats"),
+)
+"""Fields that tell one speculative run from another, besides gamma."""
+
+_LABELS = {
+    "gen_tokens": "{} tokens",
+    "page_size": "pages of {}",
+    "prefill": "{} prefill",
+    "repeats": "{} repeats",
+    "cache": "{} cache",
+    "batch": "batches of {}",
+    "confidence": "confidence {}",
+    "schedule": "scheduled by {}",
+    "temperature": "T = {}",
+    "rule": "rule {}",
+}
+
+
+Curves = Mapping[str, Sequence[Row]]
+"""Rows of each curve, in the order in which they are drawn, by the curve's label: the
+settings in which curves differ from each other."""
+
+
+def group_by(rows: Iterable[Row], names: Sequence[str]) -> dict[tuple, list[Row]]:
+    """Returns the rows by their values of these names, in their order."""
+    grouped: dict[tuple, list[Row]] = {}
+    for row in rows:
+        grouped.setdefault(tuple(row.get(name) for name in names), []).append(row)
+    return grouped
+
+
+def curves_of(
+    rows: Iterable[Row], names: Sequence[str], *, axis: str, otherwise: str = "impl"
+) -> Curves:
+    """Returns curves of rows that agree in `names`; labels say in which these differ.
+
+    Args:
+      axis: the name whose values order the rows of a curve.
+      otherwise: the setting that labels a curve where all agree.
+
+    Raises:
+      ValueError: more curves than can be told apart, or two rows of one value.
+    """
+    grouped = list(group_by(rows, names).values())
+    values = {name: {str(of[0].get(name)) for of in grouped} for name in names}
+    varying = [name for name in names if len(values[name]) > 1]
+    if len(grouped) > len(COLOURS):
+        raise ValueError(
+            f"{len(grouped)} curves, of which {len(COLOURS)} can be told apart; they "
+            f"differ in {', '.join(varying)}: choose with --where NAME=VALUE"
+        )
+    made = {}
+    for of in grouped:
+        label = _describe(of[0], varying or (otherwise,))
+        for value, same in group_by(of, [axis]).items():
+            if len(same) > 1:
+                raise ValueError(
+                    f"{axis} {value[0]} of {label} is there {len(same)} times; name "
+                    "one file of them, or tell them apart with --where"
+                )
+        made[label] = sorted(of, key=lambda row: row[axis])
+    return dict(sorted(made.items()))
+
+
+def _describe(row: Row, names: Sequence[str]) -> str:
+    """Returns the row's settings in words."""
+    present = [name for name in names if row.get(name) is not None]
+    return ", ".join(_LABELS.get(name, "{}").format(row[name]) for name in present)
+
+
+def cells_by_position(rows: Sequence[Row]) -> dict[str, Curves]:
+    """Returns, by prompt set, curves over the drafts of a round at the largest gamma:
+    one of each drafter, temperature, policy and category.
+
+    Raises:
+      ValueError: two rows of one cell, or more curves than can be told apart.
+    """
+    names = ("temperature", "drafter", "gamma_policy", "category")
+    largest, found = max(row["gamma"] for row in rows), {}
+    of_largest = [row for row in rows if row["gamma"] == largest]
+    for (source,), of_set in group_by(of_largest, ["prompt_source"]).items():
+        cells = curves_of(of_set, names, axis="gamma", otherwise="drafter")
+        found["/".join(pathlib.PurePath(source).parts[-2:])] = {
+            label: [
+                {"position": position, "kept": kept}
+                for position, kept in enumerate(cell["conditional_acceptance"], 1)
+            ]
+            for label, (cell,) in cells.items()
+        }
+    return found
+
+
+CAPTION = (
+    *("target", "draft", "dtype", "impl", "native_isa", "cpu", "device_kind"),
+    *("jax_version", "prompt_source", "prompts", "gen_tokens", "id"),
+)
+"""Fields of rows, and of both sides of a parity, that a caption lists."""
+
+
+def caption(rows: Sequence[Row]) -> str:
+    """Returns the model, machine and prompts of the rows, as their fields name them.
+
+    At most three values of a field are listed.
+    """
+    parts = [(row, row.get("reference", {}), row.get("verify", {})) for row in rows]
+    words = []
+    for name in CAPTION:
+        found = [part.get(name) for each in parts for part in each]
+        values = [*dict.fromkeys(str(value) for value in found if value is not None)]
+        listed = f"{len(values)} different"
+        if len(values) <= 3:
+            listed = " / ".join(values)
+        words += [f"{name.replace('_', ' ')} {listed}"] if values else []
+    return "\n".join(textwrap.wrap(", ".join(words), 120))
+
+
+def digests(rows: Iterable[Row]) -> list[str]:
+    """Returns twelve digits of the SHA-256 of each row's JSON, with keys sorted."""
+    lines = (json.dumps(row, sort_keys=True) for row in rows)
+    return [hashlib.sha256(line.encode()).hexdigest()[:12] for line in lines]
+
 
 @matplotlib.rc_context(_STYLE)
 def draw(make: Callable[..., Figure], rows: Sequence[Row], path: pathlib.Path) -> None:
     """Writes `make(rows)` as SVG, the same bytes each time.
 
     A caption below names the model, machine and prompts. The file has the digests
-    (`curves.digests`) of the rows that it was drawn from; see `read_source`.
+    (`digests`) of the rows that it was drawn from; see `read_source`.
     """
     figure = make(rows)
     looks = {"x": 0.01, "ha": "left", "fontsize": 7, "color": "#555555"}
-    figure.supxlabel(curves.caption(rows), **looks)
+    figure.supxlabel(caption(rows), **looks)
     # Neither a date nor the version of matplotlib.
     metadata = {"Date": None, "Creator": "spec_jax"}
-    metadata["Source"] = " ".join(curves.digests(rows))
+    metadata["Source"] = " ".join(digests(rows))
     figure.savefig(path, metadata=metadata, dpi=150)
     # White space around lines is a twentieth of the file.
     lines = path.read_text().splitlines()
@@ -80,9 +207,7 @@ def new(height: float, *panels: int, **keywords: Any) -> tuple[Figure, Sequence[
     return figure, figure.subplots(*panels, squeeze=False, **keywords).ravel()
 
 
-def _plot(
-    axes: Axes, found: curves.Curves, x: str, y: str, *, aside: float = 0.0
-) -> None:
+def _plot(axes: Axes, found: Curves, x: str, y: str, *, aside: float = 0.0) -> None:
     """Draws the field `y` of the rows over the field `x`, a whole number.
 
     Bars show the 10th and 90th percentiles of `y`, where rows have them.
@@ -122,14 +247,14 @@ def _legend(figure: Figure, title: str | None, columns: int | None = None) -> No
 
 def speedup(summaries: Sequence[Row]) -> Figure:
     """Draws speed-up and acceptance rate over gamma."""
-    runs = curves.group_by(summaries, curves.RUN).values()
+    runs = group_by(summaries, RUN).values()
     several = [row for rows in runs if len(rows) > 1 for row in rows]
     if not several:
         raise ValueError(
             "no settings were run with two values of gamma; run spec_round.py with "
             "another --gamma"
         )
-    found = curves.curves_of(several, curves.RUN, axis="gamma")
+    found = curves_of(several, RUN, axis="gamma")
     figure, (top, bottom) = new(5.6, 2, 1, sharex=True, height_ratios=(3, 2))
     _plot(top, found, "gamma", "speedup_e2e", aside=0.06)
     _plot(bottom, found, "gamma", "acceptance_rate")
@@ -148,7 +273,7 @@ def speedup(summaries: Sequence[Row]) -> Figure:
 def step_cost(steps: Sequence[Row]) -> Figure:
     """Draws the cost of a step over active rows, in time and relative to one row."""
     names = ("target", "dtype", "impl", "slab", "context")
-    found = curves.curves_of(steps, names, axis="num_active")
+    found = curves_of(steps, names, axis="num_active")
     figure, panels = new(3.9, 1, 2)
     labels = {
         "ms": "time of a step (ms)",
@@ -163,7 +288,7 @@ def step_cost(steps: Sequence[Row]) -> Figure:
 
 def sweep_positions(rows: Sequence[Row]) -> Figure:
     """Draws P(draft kept at a position, if all before it were) on each prompt set."""
-    panels = curves.cells_by_position(rows)
+    panels = cells_by_position(rows)
     columns = min(len(panels), 3)
     height = -(-len(panels) // columns)
     figure, every = new(1.2 + 2.4 * height, height, columns, sharey=True)
@@ -183,7 +308,7 @@ def sweep_contexts(rows: Sequence[Row]) -> Figure:
     """Draws tokens per round over the tokens of a prompt, from `sweep.py --context`."""
     names = ("prompt_source", "temperature", "drafter", "gamma_policy", "gamma")
     at = [row | {"prompt_tokens": int(row["category"])} for row in rows]
-    found = curves.curves_of(at, names, axis="prompt_tokens", otherwise="drafter")
+    found = curves_of(at, names, axis="prompt_tokens", otherwise="drafter")
     figure, (axes,) = new(3.4, 1, 1)
     _plot(axes, found, "prompt_tokens", "mean_accepted_length")
     axes.set_xscale("log", base=2)
@@ -236,7 +361,9 @@ def divergence(rows: Sequence[Row]) -> Figure:
     axes.set_yticks(range(len(lines)), lines, fontsize=9)
     axes.set_ylabel("layer")
     words = "grey: equal bits, white: not compared, pink: not finite"
-    axes.set_title(f"first difference: {curves.first_of(row)}\n{words}", fontsize=11)
+    axes.set_title(
+        f"first difference: {microscope.first_of(row)}\n{words}", fontsize=11
+    )
     ticks = {
         "ticks": matplotlib.ticker.MaxNLocator(integer=True),
         "format": lambda x, _: f"{10**x:.0e}",

@@ -3,6 +3,7 @@
 import argparse
 import json
 import pathlib
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -158,20 +159,31 @@ DEFAULTS = {
 }
 
 
-def add(group: argparse._ActionsContainer, names: str, **words: Any) -> None:
-    """Adds flags of `FLAGS` and `SETS`.
+def add(
+    parser: argparse.ArgumentParser,
+    text: str,
+    *,
+    title: str | None = None,
+    kinds: Mapping[str, Any] | None = None,
+    **words: Any,
+) -> None:
+    """Adds flags of `FLAGS` and `SETS`, and others, as a group of the help.
 
     `parsed` checks "models" and "noise", `check_tree` checks trees.
 
     Args:
-      names: keys of either, separated by blanks.
+      text: keys of either, separated by blanks; then flags as in `cli.add`.
+      title: of the group; None: none is begun.
+      kinds: as in `cli.add`, in addition to `KINDS`.
       words: values of the words in braces, in addition to `DEFAULTS`.
     """
+    group = parser if title is None else parser.add_argument_group(title)
+    names, dashes, others = textwrap.dedent(text).partition("--")
     for name in names.split():
-        if name in SETS:
-            add(group, SETS[name], **words)
-        else:
-            cli.add(group, FLAGS[name].format_map(DEFAULTS | words), **KINDS)
+        for one in SETS.get(name, name).split():
+            cli.add(group, FLAGS[one].format_map(DEFAULTS | words), **KINDS)
+    if others:
+        cli.add(group, dashes + others, **KINDS | (kinds or {}))
 
 
 def parsed(
@@ -247,12 +259,9 @@ def chat_options(text: str) -> dict[str, Any]:
 
 
 def tree_or_none(text: str) -> str:
-    """Parses a tree in a list of them, or `NO_TREE`."""
-    return text if text == NO_TREE else tree_text(text)
-
-
-def tree_text(text: str) -> str:
-    """Parses a tree in a list of them to its text, which names no file."""
+    """Parses an entry of a list of trees to its text, which names no file."""
+    if text == NO_TREE:
+        return text
     if "[" in text or "]" in text:
         raise ValueError(
             f"{text!r} is a part of a tree's paths, which have commas as the list has: "

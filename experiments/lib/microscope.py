@@ -19,7 +19,7 @@ five.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -292,6 +292,15 @@ def compare(one: Record, other: Record, start: int) -> dict[str, Any]:
         "cells": [[cells[layer, name] for name in operations] for layer in layers],
         "outside": {name: cells[n, name] for n, name in cells if n is None},
     }
+
+
+def first_of(row: Mapping[str, Any]) -> str:
+    """Returns the first difference of a parity in words."""
+    first = row.get("first")
+    if first is None:
+        return "none"
+    layer = "" if first["layer"] is None else f"layer {first['layer']}, "
+    return f"{layer}{first['operation']}, position {first['position']}"
 
 
 def cell_of(one: np.ndarray, other: np.ndarray) -> Cell:

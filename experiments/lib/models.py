@@ -163,14 +163,12 @@ def prepare(
     return Subject(prompts=ready, settings=made)
 
 
-def announce(
-    args: argparse.Namespace, subject: Subject, console: terminal.Console, *words: str
-) -> None:
+def announce(args: argparse.Namespace, subject: Subject, *words: str) -> None:
     """Prints what will be run, before anything is compiled."""
     target = subject.settings.lm.target
     sizes = f"{len(subject.prompts)} prompts x {args.gen_tokens} tokens"
     how = (target.config.dtype, f"impl {target.impl}")
-    console.print(f"{', '.join((sizes, *words, *how))}; compiling ...")
+    terminal.show(f"{', '.join((sizes, *words, *how))}; compiling ...")
 
 
 def drafter_sha256(lm: loading.LanguageModel) -> str:

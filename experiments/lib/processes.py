@@ -140,7 +140,7 @@ def run_here(module: str, arguments: Sequence[str], output: pathlib.Path) -> Out
 
 def nvidia_smi(query: str) -> str | None:
     """Returns the last line of `nvidia-smi --query-gpu`; None without that program."""
-    return _line("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+    return _last("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
 
 
 def versions() -> dict[str, Any]:
@@ -151,17 +151,22 @@ def versions() -> dict[str, Any]:
     }
     for name in ("ptxas", "nvidia-smi"):
         path = shutil.which(name)
-        found[name] = path and f"{path}: {_line(path, '--version')}"
+        found[name] = path and f"{path}: {_last(path, '--version')}"
     known = ("jax", "nvidia", "torch", "transformers", "numpy")
     packages = {each.name: each.version for each in metadata.distributions()}
     return found | {n: v for n, v in packages.items() if n.startswith(known)}
 
 
-def _line(*command: str) -> str | None:
-    """Returns the last line that a program writes; None if it writes none or fails."""
+def _last(*command: str) -> str | None:
+    """Returns the last line of `output`, or None where that has no line."""
+    lines = (output(*command) or "").splitlines()
+    return lines[-1] if lines else None
+
+
+def output(*command: str, cwd: pathlib.Path | None = None) -> str | None:
+    """Returns what a program writes, without the last line feeds; None if it fails."""
     how = {"capture_output": True, "text": True, "timeout": 20, "check": True}
     try:
-        lines = subprocess.run(command, **how).stdout.strip().splitlines()
+        return subprocess.run(command, cwd=cwd, **how).stdout.rstrip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return lines[-1] if lines else None

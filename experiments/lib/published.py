@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from experiments.lib import curves, files, reproduction, terminal
+from experiments.lib import files, microscope, reproduction, terminal
 from spec_jax.debug import evidence
 from spec_jax.drafters import tree_shapes
 
@@ -160,7 +160,7 @@ def steps(target: str) -> int:
     return next(row["calls"] for row in of_target if row["event"] == "append_each")
 
 
-first_of, shown = curves.first_of, terminal.format_value
+first_of, shown = microscope.first_of, terminal.format_value
 YES = {None: "-", True: "yes", False: "no"}
 """Words of `matched`; None: a rule that keeps the distribution has texts of its own."""
 

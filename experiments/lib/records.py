@@ -4,12 +4,12 @@ This module handles JSON, files and this machine, but not the meaning of numbers
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
 import platform
 import re
-import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +18,7 @@ import jaxlib
 import numpy as np
 
 import spec_jax
-from experiments.lib import cli, files, terminal
+from experiments.lib import cli, files, processes
 from spec_jax import compilation
 
 
@@ -29,15 +29,15 @@ RESULTS = pathlib.Path(__file__).parents[1] / "results"
 def script(
     name: str,
     parse: Callable[[Sequence[str] | None], argparse.Namespace],
-    work: Callable[[argparse.Namespace, "JsonLines", terminal.Console], int],
+    work: Callable[[argparse.Namespace, "JsonLines"], bool | None],
     **options: Any,
 ) -> Callable[..., int]:
     """Returns the `main` of a script that writes rows: that of `cli.script`, with a
-    `work` that also gets the file of `--out`, and standard output."""
+    `work` that also gets the file of `--out`."""
 
-    def run(args: argparse.Namespace) -> int:
+    def run(args: argparse.Namespace) -> bool | None:
         with JsonLines(args.out, allow_dirty=args.allow_dirty) as out:
-            return work(args, out, terminal.console())
+            return work(args, out)
 
     return cli.script(name, parse, run, **options)
 
@@ -87,7 +87,7 @@ def _row_of(line: bytes, where: str, wanted: Mapping[str, Any]) -> dict[str, Any
     return row
 
 
-class JsonLines:
+class JsonLines(contextlib.AbstractContextManager):
     """A file of JSON rows, each written at once: an interrupted run leaves its rows.
 
     The file is opened at once, so that a path that cannot be written is found before
@@ -110,9 +110,6 @@ class JsonLines:
             if RESULTS in self.path.resolve().parents and not allow_dirty:
                 check_clean("a row of experiments/results")
             self._file = self.path.open("ab", buffering=0)
-
-    def __enter__(self) -> "JsonLines":
-        return self
 
     def __exit__(self, *exc_info) -> None:
         if self._file is not None:
@@ -227,14 +224,7 @@ def _unclean() -> str:
 def _git(*arguments: str) -> str | None:
     """Returns git's output in the checkout of this file; None outside of one."""
     command = ("git", "--no-optional-locks", *arguments)
-    here = pathlib.Path(__file__).parent
-    try:
-        done = subprocess.run(
-            command, cwd=here, capture_output=True, text=True, timeout=10, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.rstrip()
+    return processes.output(*command, cwd=pathlib.Path(__file__).parent)
 
 
 def _cpu_name() -> str | None:

@@ -2,9 +2,9 @@
 
 import unicodedata
 
-from rich import console as rich_console, text as rich_text
+from rich import text as rich_text
 
-from experiments.lib import results, runs
+from experiments.lib import results, runs, terminal
 from spec_jax import loading
 from spec_jax.engine import state as states
 
@@ -12,13 +12,7 @@ from spec_jax.engine import state as states
 Origin = states.Origin
 
 
-def show(
-    sample: results.PromptResult,
-    lm: loading.LanguageModel,
-    console: rich_console.Console,
-    *,
-    how: str,
-) -> None:
+def show(sample: results.PromptResult, lm: loading.LanguageModel, *, how: str) -> None:
     """Prints a heading, and the first text, with tokens told apart by their origin.
 
     Args:
@@ -44,7 +38,7 @@ def show(
     # As `Text`, because brackets in source code are no markup; and soft-wrapped,
     # because a line of source code is one line.
     for line in (heading, rich_text.Text("  ").join(legend), text):
-        console.print(line, soft_wrap=True, highlight=False)
+        terminal.console().print(line, soft_wrap=True)
 
 
 _LOOKS = {

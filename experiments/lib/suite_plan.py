@@ -55,7 +55,7 @@ AXES: Mapping[str, Axis] = {
     ),
     "drafter": Axis(
         "what proposes tokens, or package.module:Name",
-        cells_lib.drafter_names(),
+        cells_lib.DRAFTERS,
         ("draft-model", "oracle", "ngram"),
         ("draft-model", *cells_lib.FORCED, "ngram", "suffix", "hybrid", "oracle"),
     ),

@@ -9,12 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rich import (
-    console as rich_console,
-    measure as rich_measure,
-    table as rich_table,
-    text as rich_text,
-)
+from rich import measure as rich_measure, table as rich_table, text as rich_text
 
 from experiments.lib import records, terminal
 
@@ -91,7 +86,7 @@ def to_row(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return records.to_json({name: metrics[name] for name in FIELDS if name in metrics})
 
 
-def print_table(metrics: Mapping[str, Any], console: rich_console.Console) -> None:
+def print_table(metrics: Mapping[str, Any]) -> None:
     """Prints the metrics in groups, with units; a number not measured shows as `-`.
 
     On a narrow console meanings are left out; `disturbed` is shown where it is true.
@@ -109,17 +104,17 @@ def print_table(metrics: Mapping[str, Any], console: rich_console.Console) -> No
             told = {"value": value, "unit": unit, "meaning": meaning}
             lines.append({"metric": f"  {name}"} | told)
     columns |= {"value": lambda line: line["value"]}
-    if console.width < _WIDE:
+    if terminal.console().width < _WIDE:
         del columns["meaning"]
-    print_rows(lines, columns, console)
-    print_disturbed([row], console)
+    print_rows(lines, columns)
+    print_disturbed([row])
 
 
 _WIDE = 110
 """Least characters in a line of a console that has room for meanings."""
 
 
-def print_disturbed(rows: Sequence[Row], console: rich_console.Console) -> None:
+def print_disturbed(rows: Sequence[Row]) -> None:
     """Prints for each row with `disturbed` that its speed-up means nothing."""
     for row in rows:
         if row.get("disturbed"):
@@ -130,7 +125,7 @@ def print_disturbed(rows: Sequence[Row], console: rich_console.Console) -> None:
                 "step cannot be: the machine did other work while it was timed, and "
                 "the figure means nothing; run it again on an idle one"
             )
-            console.print(words, style="bold red", highlight=False)
+            terminal.console().print(words, style="bold red")
 
 
 SPEEDUPS = ("speedup_e2e", "speedup_decode")
@@ -144,7 +139,6 @@ function from row to cell. An empty format is that of a text; None shows as a da
 def print_rows(
     rows: Sequence[Row],
     columns: Mapping[str, Column],
-    console: rich_console.Console,
     *,
     title: str | None = None,
 ) -> None:
@@ -155,6 +149,7 @@ def print_rows(
     Args:
       columns: columns by their headings.
     """
+    console = terminal.console()
     # As narrow as possible: a terminal may have eighty columns.
     table = rich_table.Table(
         box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold"
@@ -166,7 +161,7 @@ def print_rows(
     for row in rows:
         table.add_row(*(_cell(row, *both) for both in columns.items()))
     if title is not None:
-        console.print(title, style="italic", highlight=False)
+        console.print(title, style="italic")
     # The width that the table has on a console without end.
     endless = console.options.update(width=1000)
     table.width = rich_measure.Measurement.get(console, endless, table).maximum
@@ -186,9 +181,9 @@ def wrong(text: str, is_wrong: bool) -> rich_text.Text:
     return rich_text.Text(text, style="bold red" if is_wrong else "")
 
 
-def print_note(text: str, console: rich_console.Console) -> None:
+def print_note(text: str) -> None:
     """Prints a note on the columns of a table."""
-    console.print(text, style="dim")
+    terminal.console().print(text, style="dim")
 
 
 class Report:
@@ -201,10 +196,9 @@ class Report:
     def __init__(
         self,
         out: records.JsonLines,
-        console: rich_console.Console,
         columns: Mapping[str, Mapping[str, Column]],
     ):
-        self._out, self._console, self.failed = out, console, False
+        self._out, self.failed = out, False
         self._columns = {"error": {"item": "", "error": ""}} | columns
 
     def add(
@@ -232,7 +226,7 @@ class Report:
             is_wrong = False in (row.get("equal"), row.get("seen"))
             self.failed |= is_wrong or row["kind"] == "error"
         for kind, group in itertools.groupby(rows, key=lambda row: row["kind"]):
-            print_rows(list(group), self._columns[kind], self._console)
+            print_rows(list(group), self._columns[kind])
 
 
 AXES = {
@@ -252,6 +246,7 @@ NUMBERS = {
     "kept": ("acceptance_rate", ".3f"),
     "rep": ("repetition", ".3f"),
     "len": ("mean_accepted_length", ".2f"),
+    "rows": ("rows_per_round", ".1f"),
     "e2e": ("speedup_e2e", ".2f"),
     "p10": ("speedup_e2e_p10", ".2f"),
     "p90": ("speedup_e2e_p90", ".2f"),
@@ -269,17 +264,15 @@ def _match(row: Row) -> Cell:
 
 CELLS_NOTE = (
     "n: prompts; kept: of proposed drafts; rep: repeated 4-grams in the texts; len: "
-    "tokens a round, the target's own counted; e2e: speed-up over autoregressive "
-    "decoding, prefill included, with p10 and p90 over repeats, or with one repeat "
-    "over prompts; decode: of decoding alone; match: all tokens are those of "
-    "autoregressive decoding, else how many choices differ"
+    "tokens a round, the target's own counted; rows: of the target a round; e2e: "
+    "speed-up over autoregressive decoding, prefill included, with p10 and p90 over "
+    "repeats, or with one repeat over prompts; decode: of decoding alone; match: all "
+    "tokens are those of autoregressive decoding, else how many choices differ"
 )
 """Meanings of the columns of `print_cells`."""
 
 
-def print_cells(
-    rows: Sequence[Row], console: rich_console.Console, *, title: str
-) -> None:
+def print_cells(rows: Sequence[Row], *, title: str) -> None:
     """Prints one line a cell, of a sweep or of a category, with the axes that tell it
     from others."""
     # Not every cell has a tree, and no batch has a speed-up of decoding alone.
@@ -290,6 +283,6 @@ def print_cells(
         is_shown = name in ("drafter", "tree", "gamma") or len(values) > 1
         if values != {None} and is_shown:
             columns[heading] = (name, "")
-    print_rows(rows, columns | NUMBERS | {"match": _match}, console, title=title)
-    print_disturbed(rows, console)
-    console.print()
+    print_rows(rows, columns | NUMBERS | {"match": _match}, title=title)
+    print_disturbed(rows)
+    terminal.show()

@@ -12,15 +12,18 @@ import tqdm
 from rich import console as rich_console
 
 
-Console = rich_console.Console
-
 INTERVAL_S = 10.0
 """Seconds between lines of progress where there is no terminal for a bar."""
 
 
-def console() -> Console:
+def console() -> rich_console.Console:
     """Returns a console on standard output; it does not highlight numbers."""
     return rich_console.Console(highlight=False)
+
+
+def show(text: str = "", *, style: str | None = None) -> None:
+    """Prints a line on standard output, however long; no bracket in it is markup."""
+    console().out(text, style=style)
 
 
 def format_value(value: Any, form: str) -> str:

@@ -1,4 +1,4 @@
-"""Timing on clocks that the tests move themselves, reads of memory, and summaries."""
+"""Timing on clocks that the tests move themselves, reads of memory, and results."""
 
 import json
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.lib import bench, runs, summaries
+from experiments.lib import bench, results, runs
 from spec_jax.analysis import metrics
 
 
@@ -106,10 +106,10 @@ def test_speeds_by_hand():
         **{"speedup_e2e": 2.5, "speedup_e2e_p10": 2.1, "speedup_e2e_p90": 2.5},
         **{"speedup_decode": 3.2, "speedup_decode_p90": 3.2 + 0.8 * 0.8},
     }
-    found = summaries.speeds(baseline, spec)
+    found = results.speeds(baseline, spec)
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     # One repeat has the spread of its prompts: ratios 3/2 and 7/3.
-    alone = summaries.speeds(baseline[:1], spec[:1])
+    alone = results.speeds(baseline[:1], spec[:1])
     assert alone["speedup_e2e"] == pytest.approx(2.0)
     assert alone["speedup_e2e_p10"] == pytest.approx(1.5 + 0.1 * (7 / 3 - 1.5))
 
@@ -117,7 +117,7 @@ def test_speeds_by_hand():
 def test_nothing_measured_is_none_and_valid_json():
     """Fails if there is a rate without tokens, or by a clock that did not advance."""
     for repeats in ([], [[]], [[run(1.0, 0.0, 0)]], [[run(0.0, 0.0, 8)]]):
-        found = summaries.speeds(repeats, repeats)
+        found = results.speeds(repeats, repeats)
         assert found["speedup_e2e"] is found["spec_e2e_tok_s"] is None
         json.dumps(found, allow_nan=False)
 
@@ -130,10 +130,10 @@ def test_acceptance_by_repetition_by_hand():
         metrics.Counters(proposed=proposed, accepted=accepted)
         for proposed, accepted in ((8, 8), (4, 1), (0, 0), (2, 1))
     ]
-    found = summaries.by_repetition(texts, counted)
+    found = results.by_repetition(texts, counted)
     assert found["tercile_prompts"] == [1, 1, 2]
     expected = [0.0, 2 / 7, (20 * 16 / 17 + 30 * 12 / 27) / 50]
     assert found["tercile_repetition"] == pytest.approx(expected)
     assert found["tercile_acceptance_rate"] == [0.25, 0.5, 1.0]
     assert found["repetition"] == pytest.approx((50 * expected[2] + 20 / 7) / 70)
-    assert summaries.by_repetition([], [])["repetition"] is None
+    assert results.by_repetition([], [])["repetition"] is None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from script_runs import ROOT, last_line, rows_of, run_python
 
-from experiments.lib import cli, fan_out, flags, records, results, tables, terminal
+from experiments.lib import cli, fan_out, flags, records, results, tables
 
 
 def run(error: BaseException | None, **given) -> int:
@@ -20,8 +20,7 @@ def run(error: BaseException | None, **given) -> int:
             raise error
         jax.block_until_ready(jnp.zeros((2**45,), "int8"))
 
-    args = argparse.Namespace(**given)
-    kept = lambda args: "rows are kept"
+    args, kept = argparse.Namespace(**given), "rows of {page_size} are kept"
     return cli.script("x.py", lambda _: args, work, kept=kept, uses_jax=False)()
 
 
@@ -30,11 +29,11 @@ def run(error: BaseException | None, **given) -> int:
     [
         (ValueError("two\nlines"), "error: two lines", 1),
         (NotImplementedError("not here"), "error: not here", 1),
-        (FloatingPointError("NaN"), "error: NaN", cli.NOT_FINITE),
+        (FloatingPointError("NaN"), "error: NaN", cli.FAILED),
         (MemoryError(), "no memory left; ask for less, or free some", 1),
         (None, "Ask for shorter texts, or fewer prompts at once", 1),
         (PermissionError(13, "Denied", "a.txt"), "error: a.txt: Denied", 1),
-        (KeyboardInterrupt(), "interrupted; rows are kept", cli.INTERRUPTED),
+        (KeyboardInterrupt(), "interrupted; rows of 12 are kept", cli.INTERRUPTED),
         (ValueError("page_size=12 is odd"), "error: --page-size 12 is odd", 1),
         (ValueError("x.page_size=12"), "error: x.page_size=12", 1),
     ],
@@ -142,7 +141,7 @@ def test_a_failure_is_a_row(tmp_path):
 
     path, columns = tmp_path / "a.jsonl", {"x": {"equal": ""}}
     with records.JsonLines(path) as out:
-        report = lambda: tables.Report(out, terminal.console(), columns)
+        report = lambda: tables.Report(out, columns)
         one = report()
         one.add("b", lambda: fail(ValueError("no such shape\nand more")))
         (row,) = rows_of(path)

@@ -9,7 +9,7 @@ import pytest
 from script_runs import write_rows
 
 from experiments import plot
-from experiments.lib import curves as curves_lib, figures, files, published
+from experiments.lib import figures, files, published
 
 
 FOLDER = published.RESULTS / "figures"
@@ -36,7 +36,7 @@ def stored(*names: str) -> list[dict]:
 @functools.cache
 def by_digest() -> dict[str, dict]:
     rows = stored(*(path.stem for path in published.RESULTS.glob("*.jsonl")))
-    return dict(zip(curves_lib.digests(rows), rows, strict=True))
+    return dict(zip(figures.digests(rows), rows, strict=True))
 
 
 def texts(path) -> str:
@@ -106,13 +106,13 @@ def test_all_figures_of_a_mixture(tmp_path, capsys):
 def test_values_that_are_there_twice_are_refused():
     """Fails if they are drawn: an upright line would join the two values."""
     of_one, of_four = (stored(f"spec_round_native_gamma{n}")[-1] for n in (1, 4))
-    axes = {"names": curves_lib.RUN, "axis": "gamma"}
-    of_gamma = lambda rows: curves_lib.curves_of(rows, **axes)
+    axes = {"names": figures.RUN, "axis": "gamma"}
+    of_gamma = lambda rows: figures.curves_of(rows, **axes)
     with pytest.raises(ValueError, match="gamma 1 of native is there 2 times"):
         of_gamma([of_one, of_one, of_four])
     greedy = [row for row in stored("evaluation") if not row["temperature"]]
     with pytest.raises(ValueError, match="gamma 7 of .*hybrid is there 2 times"):
-        curves_lib.cells_by_position(2 * greedy)
+        figures.cells_by_position(2 * greedy)
     many = [row | {"batch": n} for row in (of_one, of_four) for n in range(9)]
     with pytest.raises(ValueError, match="9 curves, .* differ in batch"):
         of_gamma(many)

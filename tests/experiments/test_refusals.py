@@ -19,7 +19,6 @@ SIZES = {
     "parity": "",
     "plot": "",
     "reproduce": "",
-    "plan": "--gen-tokens 8 --gamma 1,2 --prompts 2",
     "latency": "--contexts 8 --steps 1 --gamma 2",
     "profile_steps": "--prompts 2 --gen-tokens 6 --gamma 2",
     "train_drafter": "--family eagle3 --taps 0,1 --length 16 --prefix 9 --steps 4 "
@@ -63,7 +62,6 @@ CASES = (
     ("spec_round", "--top-k 5", "--temperature 0 decodes greedily"),
     ("sweep", "--ray soon", "'soon' is neither auto nor HOST:PORT"),
     ("profile_steps", "--contexts 2040 --batch 1", "fewer --steps or shorter"),
-    ("plan", "--tree 2-1 --drafter choice", "choice drafts chains alone"),
     ("latency", "--contexts 3000", "positions"),
     ("latency", "--forced 39", "between 0 and 1"),
     ("latency", "--forced gsm8k", "--head"),

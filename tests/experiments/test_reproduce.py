@@ -12,7 +12,6 @@ import pytest
 
 from experiments import reproduce
 from experiments.lib import (
-    curves,
     figures,
     files,
     published,
@@ -54,7 +53,7 @@ def test_the_table_of_rounds_is_in_the_figure():
     """Fails if the figure lacks a run that the table shows."""
     rows = published.rows_of("spec_round*.jsonl", "summary")
     drawn = figures.read_source(RESULTS / "figures/speedup.svg")
-    assert set(curves.digests(rows)) <= set(drawn)
+    assert set(figures.digests(rows)) <= set(drawn)
 
 
 def test_rows_are_of_commits():

@@ -14,8 +14,7 @@ SIZES = {
     "throughput": "--gen-tokens 6 --gamma 2 --prompts 3 --repeats 1",
     "rollouts": f"{PAIR} --gen-tokens 6 --gamma 2 --prompts 2 --repeats 1 --samples 2",
     "constrained": "--gen-tokens 130 --answers 3 --batch 2 --repeats 1",
-    "sweep": f"{PAIR} --gen-tokens 6 --prompts 1",
-    "plan": "--gen-tokens 6 --gamma 1 --prompts 2 --repeats 1",
+    "sweep": "--gen-tokens 6 --prompts 1",
     "perplexity": "--window 8 --windows 2 --prompts 3",
     "latency": "--contexts 8 --steps 1 --repeats 1",
 }
@@ -30,7 +29,6 @@ RUNS = (
      "--processor min-tokens:4 --temperature 0.7",
      MATCHED | {"draft": None, "processor": ["penalties:1.2", "min-tokens:4"]}),
     ("spec_round", f"--target {{target}} --drafter {OURS} --batch 2", MATCHED, slow),
-    ("plan", "--target {target}", {"kind": "plan", "draft": None} | MATCHED, slow),
     ("latency", "--target {target}", {"kind": "summary", "draft": None}),
     # Settings that change no token.
     ("spec_round", f"{PAIR} --cache static --prefill rows", MATCHED),
@@ -50,18 +48,19 @@ RUNS = (
      {"kind": "reinforce", "step": 1, "ratio": 1}, slow),
     ("constrained", "--target {target} --drafter ngram",
      {"kind": "step", "way": "rounds", "processor": "penalties"}),
-    ("sweep", "--drafter ngram --gamma 1,2 --tree none,2-1",
+    ("sweep", f"{PAIR} --drafter ngram --gamma 1,2 --tree none,2-1",
      MATCHED | {"tree": "2-1", "gamma": 4}),
-    # Eight bits: a tree of a head, cells, a plan, a batch, a head of random weights.
+    ("sweep", "--target {target} --gamma 1", {"draft": None} | MATCHED, slow),
+    ("sweep", "--target {target} --draft {head} --drafter {head},hybrid --gamma 1",
+     MATCHED, slow),
+    # Eight bits: a tree of a head, cells, a batch, a head of random weights.
     ("spec_round", f"--target {{target}} --draft {{head}} {BYTES} --tree 2x3:5",
      MATCHED | FORMS, slow),
-    ("sweep", f"--drafter draft-model,ngram --gamma 1 {BYTES}", MATCHED | FORMS),
+    ("sweep", f"{PAIR} --drafter draft-model,ngram --gamma 1 {BYTES}", MATCHED | FORMS),
     ("perplexity", "--target {target}", {"weights": "q4_1", "tokens": 2 * 3}),
     ("latency", f"{HEAD} dspark {BYTES}",
      {"matched": True, "differing_kv": 0} | FORMS, slow),
     # Heads and presets of random weights, at forced acceptance.
-    ("plan", "--target {target} --draft {head} --drafter {head},hybrid", MATCHED, slow),
-    ("plan", f"{PAIR} --tree 2x3:5 --temperature 0.7", {}, slow),
     *(("latency", f"{HEAD} {head}",
        {"matched": True, "differing_kv": 0, "gamma": gamma}, slow)
       for head, gamma in (("dspark", 7), ("eagle3 --head-tree 9", 8), ("dflash", 15))),
