@@ -18,8 +18,8 @@
 namespace spec_jax {
 namespace {
 
-// Calls `run(workers, input, tag)` with the active rows of a product, and those that
-// multiply them; the tag is of the rows' dtype. `norm` may be null.
+// Calls `run(workers, input, tag)` with the active rows of a product, and who multiplies
+// them; the tag is of the rows' dtype. `norm` may be null.
 template <typename Run>
 ffi::Error with_rows(ffi::ThreadPool& pool, const Any& x, const Any* norm, float eps,
                      const Scalar& num_active, const Run& run) {

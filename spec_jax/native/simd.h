@@ -253,7 +253,7 @@ inline void store_words(T* p, V x) {
 #endif
 }
 
-// Of kLanes words at `p`, each one float or two of bf16, the elements number `part`.
+// The elements number `part` of kLanes words at `p`, each one float or two of bf16.
 inline Vec load_part(const float* p, int) { return load(p); }
 inline Vec load_part(const bf16* p, int part) {
   return part == 0 ? load_even(p) : load_odd(p);
