@@ -25,6 +25,7 @@ from spec_jax.engine import (
     checks,
     requests as requests_lib,
     round as round_lib,
+    rows,
     scheduler as scheduler_lib,
     state as states,
     verification,
@@ -111,7 +112,7 @@ def run_plain(settings: Settings, prompt: list[int]) -> Run:
 def new_cache(settings: Settings) -> paged.PagedKV:
     """Returns an empty cache of the target, of the settings' sizes."""
     sizes = {"capacity": settings.capacity, "page_size": settings.page_size}
-    return settings.lm.target.new_cache(**sizes)
+    return rows.of(settings.lm.target, 1).new_cache(**sizes)
 
 
 def begin_plain(

@@ -30,7 +30,6 @@ TARGET_ALONE = ("parity", "train_drafter", "compare_heads")
 """Scripts that take no target and draft here, and no draft."""
 CASES = (
     ("spec_round", "--gamma -3", "--gamma: -3 must be at least 1"),
-    ("spec_round", "--page-size 12 --impl xla", "--page-size 12"),
     ("spec_round", "--page-size 1000000000", "--page-size 1000000000 is above 2048"),
     ("spec_round", "--impl cuda", "--impl"),
     ("spec_round", "--impl mosaic", "removed"),

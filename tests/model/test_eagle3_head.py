@@ -84,7 +84,8 @@ def chain_by_rows(params, config, impl, features, tokens, *, num_own):
         hidden = made[-1][0][-1:].astype(np.float32)
         made.append(pairs.add(tokens[at : at + 1], hidden, start=at))
     hidden, logits = (np.concatenate(part) for part in zip(*made, strict=True))
-    keys, values = decoding.held(pairs.kv, len(tokens))
+    # The first layer's.
+    keys, values = decoding.held(pairs.kv, len(tokens))[:: config.layer.num_layers]
     return hidden, logits, keys, values
 
 
