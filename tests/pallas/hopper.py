@@ -21,13 +21,14 @@ import multiprocessing
 import os
 import pathlib
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from unittest import mock
 
-import assembly
 import jax
+import ptxas_log
 
 from spec_jax import compilation
 from spec_jax.pallas import launch
@@ -121,7 +122,7 @@ class Report:
       options: XLA's options, the text of each by its name.
     """
 
-    kernels: tuple[assembly.Kernel, ...]
+    kernels: tuple[ptxas_log.Kernel, ...]
     thunks: tuple[Thunk, ...]
     alias_bytes: int
     temp_bytes: int
@@ -133,7 +134,7 @@ class Report:
         """The thunks that run a kernel, those in a loop body once."""
         return tuple(each for each in self.thunks if each.is_launch)
 
-    def kernel(self, name: str) -> assembly.Kernel:
+    def kernel(self, name: str) -> ptxas_log.Kernel:
         """Returns the one kernel whose name contains `name`."""
         return _only(name, self.kernels)
 
@@ -161,7 +162,7 @@ def _only(name: str, among):
     return found[0]
 
 
-def blocks_per_multiprocessor(kernel: assembly.Kernel, launch: Thunk) -> int:
+def blocks_per_multiprocessor(kernel: ptxas_log.Kernel, launch: Thunk) -> int:
     """Returns how many blocks of a kernel are resident at once, by published limits."""
     registers = -(-kernel.registers // 8) * 8 * launch.threads
     shared = launch.shared_bytes + kernel.static_shared_bytes + RESERVED_SHARED_BYTES
@@ -213,18 +214,29 @@ def compiler() -> Iterator[Callable[..., Report]]:
         yield compile_once
 
 
+_folder: tempfile.TemporaryDirectory | None = None
+"""The folder of a compiling process: CUDA's folder, and logs of the last program."""
+
+
 def _initialize() -> None:
+    global _folder
     # Users compile without the flags that XLA has in tests.
     os.environ.pop("XLA_FLAGS", None)
     # The plugin is only there to compile: its backend would look for a driver.
     jax.config.update("jax_platforms", "cpu")
     # The files that are read here are written only while XLA compiles.
     jax.config.update("jax_enable_compilation_cache", False)
+    _folder = tempfile.TemporaryDirectory(prefix="hopper-")
+    ptxas_log.install(_cuda(), pathlib.Path(_folder.name))
 
 
 def _compile(build, args, kwargs) -> Report:
     from jax.experimental import topologies
 
+    log, dump = (pathlib.Path(_folder.name) / name for name in ("log", "dump"))
+    for folder in (log, dump):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
     program = build(*args, **kwargs)
     device = topologies.get_topology_desc(
         platform="cuda", target_config=TARGET, topology="1x1x1"
@@ -240,21 +252,18 @@ def _compile(build, args, kwargs) -> Report:
         trace = jitted.trace  # It has the options of a GPU.
     with lowering_for(device.device_kind), launch.interpreted(False):
         lowered = trace(*shapes).lower(lowering_platforms=("cuda",))
-    with tempfile.TemporaryDirectory(prefix="hopper-") as folder:
-        compiled = lowered.compile(compiler_options={"xla_dump_to": folder})
-        dump = pathlib.Path(folder)
-        (told,) = (path.read_text() for path in dump.glob("*jit_*.debug_options"))
-        # Passes that change it write it again, under a later name: the last counts.
-        sequence = sorted(dump.glob("*jit_*.thunk_sequence*.txt"))[-1].read_text()
-        kernels = assembly.read(dump, _cuda() / "bin")
-    memory = compiled.memory_analysis()
+    compiled = lowered.compile(compiler_options={"xla_dump_to": str(dump)})
+    memory, hlo = compiled.memory_analysis(), compiled.as_text()
+    (told,) = dump.glob("*jit_*.debug_options")
+    # Passes that changed it write it again, under a later name: the last one counts.
+    sequence = sorted(dump.glob("*jit_*.thunk_sequence*.txt"))[-1]
     return Report(
-        kernels=kernels,
-        thunks=tuple(_thunks(sequence)),
+        kernels=ptxas_log.read(log, _cuda()),
+        thunks=tuple(_thunks(sequence.read_text())),
         alias_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        hlo=compiled.as_text(),
-        options=dict(re.findall(r"^(\w+): (.*)$", told, re.MULTILINE)),
+        hlo=hlo,
+        options=dict(re.findall(r"^(\w+): (.*)$", told.read_text(), re.MULTILINE)),
     )
 
 

@@ -5,12 +5,12 @@ import itertools
 import re
 from typing import Any
 
-import assembly
 import hopper
 import hopper_checks as checks
 import hopper_models as models
 import jax
 import jax.numpy as jnp
+import ptxas_log
 import pytest
 from ops.row_contract import Product
 from slow_cases import slow, slow_but
@@ -81,14 +81,14 @@ def product(
     return hopper.Program(fn=lambda arrays: call(**arrays, **how), args=(arrays,))
 
 
-def assert_sums_in_order(kernel: assembly.Kernel) -> None:
+def assert_sums_in_order(kernel: ptxas_log.Kernel) -> None:
     """Asserts that a kernel waits, and releases the next, once, and adds atomically to
     nothing."""
     assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == 1
     assert_no_atomics(kernel)
 
 
-def assert_no_atomics(kernel: assembly.Kernel) -> None:
+def assert_no_atomics(kernel: ptxas_log.Kernel) -> None:
     assert not any("ATOM" in line or "RED." in line for line in kernel.sass)
 
 
