@@ -81,6 +81,11 @@ class Cell:
         return {axis: getattr(self, axis) for axis in BIT_AXES}
 
     @property
+    def uses_library(self) -> bool:
+        """Whether products are XLA's own, whose bits may differ by processor or GPU."""
+        return self.impl == "xla" or self.prefill != "rows"
+
+    @property
     def name(self) -> str:
         """All axes on one line, without dense weights and without chains."""
         name = (

@@ -198,7 +198,7 @@ def from_certificate(
 def _check_repeatable(cells: Sequence[cells_lib.Cell]) -> None:
     """Raises `ValueError` for cells that another process on a GPU may not repeat."""
     for cell in cells:
-        if cell.impl not in dispatch.PALLAS or cell.prefill != "rows":
+        if cell.uses_library:
             raise ValueError(
                 f"--certificate with impl={cell.impl} and prefill={cell.prefill}: on a "
                 "GPU the library's products are chosen by timing, so that another "

@@ -178,6 +178,22 @@ def test_a_certificate_is_verified(
     assert says in printed
 
 
+@pytest.mark.parametrize("prefill", ["rows", "batched"])
+def test_products_of_another_processor_are_told(
+    folders, finished, tmp_path, capsys, prefill
+):
+    """Fails if XLA's other bits on another processor are told of kernels, or not."""
+
+    def edit(certificate: dict) -> None:
+        forge_batch(certificate)
+        of_batch(certificate, 2)["cell"]["prefill"] = prefill
+        certificate["environment"]["cpu"] = "another"
+
+    path = edited(finished[1], tmp_path / "c.json", edit)
+    assert commands.verify(folders, path, "--limit", "1") == 2
+    assert ("differ by processor" in capsys.readouterr().out) == (prefill == "batched")
+
+
 def test_certificates_that_mean_something_else(folders, finished, tmp_path, capsys):
     for edit, *words in (
         (lambda c: c.update(version=99), "version 99", "version 1"),
