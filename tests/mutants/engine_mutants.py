@@ -1,6 +1,7 @@
 """Faults of the engine: rounds, slots, the scheduler, decoding, the drafters."""
 
-from mutant import Mutant
+import jax.numpy as jnp
+from mutant import Fault, Mutant, takes
 
 
 _COMMIT = "engine.commit:commit_slot"
@@ -10,9 +11,9 @@ _ROUNDS = (
 )
 
 ROUNDS = (
-    Mutant("a window runs past the limit", "engine.round:_gamma",
-           "slots.limit - slots.length - 1", "slots.limit - slots.length",
-           "engine/test_round.py::test_max_tokens_is_met_exactly[1]"),
+    Fault("a window runs past the limit", "engine.round:_gamma",
+          takes(slots=lambda slots: slots.replace(limit=slots.limit + 1)),
+          "engine/test_round.py::test_max_tokens_is_met_exactly[1]"),
     Mutant("a stop token is ignored inside a window", _COMMIT,
            "jnp.argmax(is_stop) + 1", "outcome.num_accepted + 1",
            "engine/test_round.py::test_stop_tokens_anywhere_in_the_window[1]"),
@@ -30,9 +31,10 @@ ROUNDS = (
     Mutant("the first token of a round is lost", "rules.acceptance:accept_exact",
            "jnp.where(kept, target_tokens, PAD)",
            "jnp.roll(jnp.where(kept, target_tokens, PAD), -1)", _ROUNDS),
-    *(Mutant(f"a rejected row stays, or a kept one goes: {more}",
-             "engine.rows:SlotRows.truncate", "kv, new_len, asked",
-             f"kv, jnp.clip(new_len + {more}, 0, kv.length), asked", _ROUNDS)
+    *(Fault(f"a rejected row stays, or a kept one goes: {more}",
+            "engine.rows:SlotRows.truncate",
+            lambda sound, more=more: lambda self, kv, new_len, **asked: sound(
+                self, kv, jnp.clip(new_len + more, 0, kv.length), **asked), _ROUNDS)
       for more in (-1, 1, 1000)),
     Mutant("a target's own token is drawn with the noise of the token before",
            "engine.verification:target_tokens", "positions=verified.positions + 1",

@@ -1,8 +1,10 @@
-"""A mutant: a function of which one place has other source text for a while.
+"""Faults: functions that are wrong for a while.
 
-The fault is planted in the function's code object and not under its name, so that
-every reference to the function and every wrapper around it has the fault, even in a
-test module that compiled it when it was imported.
+A fault is planted in the function's code object and not under its name, so that every
+reference to the function and every wrapper around it has the fault, even in a test
+module that compiled it when it was imported. A `Fault` puts a wrong function around the
+sound one. A `Mutant` changes source text, which ties it to how the function is written:
+it is for a line that no argument and no result shows.
 """
 
 import ast
@@ -16,7 +18,7 @@ import sys
 import textwrap
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import pytest
@@ -30,14 +32,11 @@ class OutOfDateError(LookupError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Mutant:
+class _Planted:
     """A deliberate fault, and the test of the suite that must fail because of it."""
 
     name: str  # the fault, in a few words
     where: str  # the function, `module:name` or `module:Class.name` within `spec_jax`
-    old: str  # source text that occurs in the function exactly once
-    new: str  # source text that takes its place
-    caught_by: str  # the test, as pytest names it from the folder `tests` on
 
     @contextlib.contextmanager
     def planted(self, *, forgets: bool = True) -> Iterator[None]:
@@ -65,6 +64,76 @@ class Mutant:
             return inspect.unwrap(pkgutil.resolve_name(f"spec_jax.{self.where}"))
         except (AttributeError, ImportError) as error:
             raise OutOfDateError(f"{self.name!r}: there is no {self.where}") from error
+
+    def _faulty_code(self, function: types.FunctionType) -> types.CodeType:
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault(_Planted):
+    """A fault that shows in a function's arguments or results."""
+
+    wrong: Callable[[Callable], Callable]  # of the sound function, returns the faulty
+    caught_by: str  # the test, as pytest names it from the folder `tests` on
+
+    def _faulty_code(self, function: types.FunctionType) -> types.CodeType:
+        """Returns code that calls the wrong function, whatever the arguments are."""
+        sound = types.FunctionType(
+            function.__code__,
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
+        )
+        sound.__kwdefaults__ = function.__kwdefaults__
+        wrong = self.wrong(sound)
+        code = _call.__code__
+        consts = (wrong if value == _WRONG else value for value in code.co_consts)
+        return code.replace(
+            co_consts=tuple(consts), co_freevars=function.__code__.co_freevars
+        )
+
+
+_WRONG = "the wrong function"
+
+
+def _call(*args, **kwargs):
+    wrong = "the wrong function"  # `Fault` puts the function in the constant's place.
+    return wrong(*args, **kwargs)
+
+
+def gives(change: Callable) -> Callable[[Callable], Callable]:
+    """Returns a fault of the result: `change` of it."""
+    return lambda sound: lambda *args, **kwargs: change(sound(*args, **kwargs))
+
+
+def takes(**changes: Callable) -> Callable[[Callable], Callable]:
+    """Returns a fault of arguments: the change of each, by the argument's name."""
+
+    def wrong(sound):
+        signature = inspect.signature(sound)
+        if absent := changes.keys() - signature.parameters.keys():
+            raise OutOfDateError(f"{sound.__qualname__} does not take {absent}")
+
+        def call(*args, **kwargs):
+            given = signature.bind(*args, **kwargs)
+            given.apply_defaults()
+            for name, change in changes.items():
+                given.arguments[name] = change(given.arguments[name])
+            return sound(*given.args, **given.kwargs)
+
+        return call
+
+    return wrong
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant(_Planted):
+    """A fault of one place in a function's source text."""
+
+    old: str  # source text that occurs in the function exactly once
+    new: str  # source text that takes its place
+    caught_by: str  # the test, as pytest names it from the folder `tests` on
 
     def _faulty_code(self, function: types.FunctionType) -> types.CodeType:
         """Compiles `function` with `new` in place of `old`, from the same line on."""

@@ -5,14 +5,14 @@ import dataclasses
 import core_mutants
 import engine_mutants
 import pytest
-from mutant import Mutant, OutOfDateError, failure
+from mutant import Fault, Mutant, OutOfDateError, failure, gives, takes
 from slow_cases import slow_but
 
 
 MUTANTS = (*core_mutants.MUTANTS, *engine_mutants.MUTANTS)
 CHECKS = sorted({mutant.caught_by for mutant in MUTANTS})
 
-# The branch for Python integers, which the mutants below take for arrays, too.
+# The branch for Python integers, which these mutants take for arrays, too.
 HARMLESS = Mutant(
     "the same in other words",
     "paging.index:pages_for",
@@ -26,6 +26,14 @@ FAULTY, CRASHING = (
     )
     for x in (" + 1", ".nothing")
 )
+AROUND = [
+    Fault(name, HARMLESS.where, gives(change), HARMLESS.caught_by)
+    for name, change in {
+        "nothing else": lambda pages: pages + 0,
+        "a page too many": lambda pages: pages + 1,
+        "no such attribute": lambda pages: pages.nothing,
+    }.items()
+]
 
 
 QUICK = (
@@ -56,22 +64,35 @@ def test_checks_pass_without_a_mutant(test):
 def test_mutants_are_up_to_date():
     """Fails if a fault can no longer be planted, or is listed twice."""
     names = {mutant.name for mutant in MUTANTS}
-    places = {(mutant.where, mutant.old, mutant.new) for mutant in MUTANTS}
-    assert len(names) == len(places) == len(MUTANTS)
+    assert len(names) == len(set(MUTANTS)) == len(MUTANTS)
     for mutant in MUTANTS:
         with mutant.planted(forgets=False):
             pass
 
 
 @pytest.mark.slow
-def test_what_a_fault_gives():
+@pytest.mark.parametrize("faults", [[HARMLESS, FAULTY, CRASHING], AROUND])
+def test_what_a_fault_gives(faults):
     """Fails if a fault passes, a harmless change fails, or a crash is no error."""
-    with FAULTY.planted():
-        assert isinstance(failure(FAULTY.caught_by), AssertionError)
-    with HARMLESS.planted():
-        assert failure(HARMLESS.caught_by) is None
-    with CRASHING.planted(), pytest.raises(AttributeError, match="nothing"):
-        failure(CRASHING.caught_by)
+    harmless, faulty, crashing = faults
+    with faulty.planted():
+        assert isinstance(failure(faulty.caught_by), AssertionError)
+    with harmless.planted():
+        assert failure(harmless.caught_by) is None
+    with crashing.planted(), pytest.raises(AttributeError, match="nothing"):
+        failure(crashing.caught_by)
+
+
+def test_what_is_not_there_is_named():
+    """Fails if a fault or a check that no longer exists passes for one that does."""
     for gone in ("paging/test_cache.py::test_gone", "paging/test_gone.py"):
         with pytest.raises(OutOfDateError, match="pytest finds no test paging/test_"):
             failure(gone)
+    stale = [
+        dataclasses.replace(AROUND[0], wrong=takes(nothing=int)),
+        dataclasses.replace(AROUND[0], where="paging.index:nothing"),
+        dataclasses.replace(HARMLESS, old="nothing"),
+    ]
+    for fault in stale:
+        with pytest.raises(OutOfDateError, match="nothing"), fault.planted():
+            pass
