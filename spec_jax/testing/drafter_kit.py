@@ -280,7 +280,7 @@ def check_features(drafter: protocols.Drafter, params: Any, bench: Bench) -> Non
         return
     one = one_slot.OneSlot(drafter=drafter, params=params, bench=bench)
     texts = [bench.plain(prompt) for prompt in bench.prompts]
-    tables = [one.table(text) for text in texts]
+    tables = [np.asarray(one.table(text)) for text in texts]
     size = bench.target.config.vocab_size
     others = [[(token + 1) % size for token in text] for text in texts]
     drafts = functools.partial(_drafts_by_features, one, texts)

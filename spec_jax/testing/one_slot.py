@@ -1,7 +1,6 @@
 """A drafter as the contract kit looks at it: called by hand, or watched in rounds."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,10 +25,9 @@ class OneSlot:
     params: Any
     bench: bench_lib.Bench
 
-    @functools.cached_property
+    @property
     def _slots(self) -> protocols.SlotDrafter | None:
-        slots = each.lift(self.drafter, 1)
-        return None if isinstance(slots, each.Each) else slots
+        return _own_slots(self.drafter)
 
     def table(self, text: Sequence[int]) -> np.ndarray | None:
         """Returns the features of a text that the drafter reads; None: it reads none.
@@ -58,28 +56,13 @@ class OneSlot:
 
     def propose(self, params, memory, tokens, length, gamma):
         """Drafts after one text, by whichever form the drafter has."""
-        slots = self._slots
-        if slots is None:
-            draws = protocols.complete(self.drafter).reads_sampling
-            extra = {"sampling": None} if draws else {}
-            return self.drafter.propose(
-                params, memory, tokens=tokens, length=length, gamma=gamma, **extra
-            )
-        memory, proposal = slots.propose(
-            params,
-            memory,
-            tokens=tokens[None],
-            length=length[None],
-            gamma=gamma[None],
-            sampling=None,
-        )
-        return memory, jax.tree.map(lambda leaf: leaf[0], proposal)
+        return _propose(self.drafter, params, memory, tokens, length, gamma)
 
     def after(self, memory, text, *, gamma=None, behind=(0,)):
         """Proposes after `text`, all that there is room for or `gamma` tokens; a copy
         of the memory is donated."""
         gamma = self.drafter.gamma_max if gamma is None else gamma
-        return _propose(
+        return _jitted(
             self.drafter,
             self.params,
             jax.tree.map(jnp.array, memory),
@@ -111,10 +94,27 @@ class OneSlot:
         return protocols.complete(self._slots or self.drafter).taught(memory, other)
 
 
-@functools.partial(jax.jit, static_argnames=("drafter",), donate_argnames=("memory",))
+def _own_slots(drafter) -> protocols.SlotDrafter | None:
+    """Returns a drafter's own form for one slot; None if it is written for one text."""
+    slots = each.lift(drafter, 1)
+    return None if isinstance(slots, each.Each) else slots
+
+
 def _propose(drafter, params, memory, tokens, length, gamma):
-    one = OneSlot(drafter=drafter, params=None, bench=None)
-    return one.propose(params, memory, tokens, length, gamma)
+    """Drafts after one text, see `OneSlot.propose`."""
+    slots = _own_slots(drafter)
+    if slots is None:
+        draws = protocols.complete(drafter).reads_sampling
+        extra = {"sampling": None} if draws else {}
+        return drafter.propose(
+            params, memory, tokens=tokens, length=length, gamma=gamma, **extra
+        )
+    asked = {"tokens": tokens[None], "length": length[None], "gamma": gamma[None]}
+    memory, proposal = slots.propose(params, memory, **asked, sampling=None)
+    return memory, jax.tree.map(lambda leaf: leaf[0], proposal)
+
+
+_jitted = jax.jit(_propose, static_argnames="drafter", donate_argnames="memory")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
