@@ -1,7 +1,6 @@
 """A small model of the same family drafts, one token after the other.
 
-Leviathan et al. (2023), https://arxiv.org/abs/2211.17192. `draft_slots` runs it, and
-`draft_trees` its trees.
+Leviathan et al. (2023), https://arxiv.org/abs/2211.17192. `draft_slots` runs it.
 
 Drafts are the tokens of highest probability, or are drawn: coupled, with the noise of
 the target's own draws, so that both mostly draw the same token where their
@@ -11,7 +10,7 @@ distributions are close; or independently, as the rules that draw uniforms need 
 import dataclasses
 from typing import Literal, cast, get_args
 
-from spec_jax.drafters import draft_slots, draft_trees, tree_shapes
+from spec_jax.drafters import draft_slots, tree_shapes
 from spec_jax.engine import protocols
 from spec_jax.model import row_model
 from spec_jax.rules import rule as rule_lib
@@ -155,6 +154,4 @@ class DraftModel(protocols.Drafter):
 
     def for_slots(self, num_slots: int) -> draft_slots.SlotDraftModel:
         """Returns the draft model for `num_slots` sequences."""
-        chains, trees = draft_slots.SlotDraftModel, draft_trees.SlotDraftTree
-        kind = chains if self.tree is None else trees
-        return kind(drafter=self, num_slots=num_slots)
+        return draft_slots.SlotDraftModel(drafter=self, num_slots=num_slots)

@@ -1,4 +1,4 @@
-"""A draft model for several sequences. Its trees are in `draft_trees`.
+"""A draft model for several sequences.
 
 One cache, and the rows of all slots in each forward of the model. For a slot with
 committed tokens `x[0, n)` and draft K/V of `[0, m)`:
@@ -9,6 +9,10 @@ committed tokens `x[0, n)` and draft K/V of `[0, m)`:
 
 Tokens that a commit kept are caught up in one or two rows. Rounds that ask for nothing
 are caught up in the next one that asks for something.
+
+The rows of a tree's level are one forward. They are stored after the text, and are
+forgotten at the end of `propose`, which leaves [0, n): what a commit keeps of a tree is
+caught up as the first rows of the next one are run, in the same forward.
 """
 
 import dataclasses
@@ -40,14 +44,6 @@ def goal_of(
     return jnp.maximum(length, jnp.minimum(length + gamma, kv.slot_capacity + 1))
 
 
-@compilation.one_kernel
-def _pending(
-    kv: paged.PagedKV, length: Int[Array, " B"], gamma: Int[Array, " B"]
-) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Returns the tokens of each slot that have no K/V yet, and how many to draft."""
-    return length - kv.length, goal_of(kv, length, gamma) - length
-
-
 class _Drafting(pytree.Node):
     """State of the loop of one proposal."""
 
@@ -65,7 +61,7 @@ class _Drafting(pytree.Node):
 class SlotDraftModel(slots.OfSlots):
     """A `DraftModel` for `num_slots` sequences. The memory is one cache.
 
-    Each forward takes in what slots are behind by, up to `model.slab` rows of each, and
+    Each forward takes in what slots are behind by, up to `_rows_most` of each, and
     drafts one token in each slot that is caught up and has not drafted enough. Before
     these, slots that are behind by more are caught up `catch_up_rows` at a time.
     """
@@ -74,8 +70,10 @@ class SlotDraftModel(slots.OfSlots):
     reads_processing: ClassVar[bool] = True
 
     @property
-    def _slab(self) -> int:
-        return self.drafter.model.slab
+    def _rows_most(self) -> int:
+        """Rows of a slot that are taken in at once and draft: of a tree, a round's."""
+        slab, tree = self.drafter.model.slab, self.drafter.tree
+        return slab if tree is None else max(slab, tree.depth_max + 1)
 
     @property
     def shares_prompts(self) -> bool:
@@ -103,20 +101,23 @@ class SlotDraftModel(slots.OfSlots):
     ):
         """Drafts `gamma[b]` tokens; fewer where the cache has no room, or where the
         draft is not confident. None in a slot whose sequence the cache cannot hold."""
-        slab, gamma_max = self._slab, self.gamma_max
+        gamma_max = self.gamma_max
         # Flags of an earlier round do not hold in this one.
         memory = memory.replace(out_of_pages=jnp.zeros_like(memory.out_of_pages))
         goal = goal_of(memory, length, gamma)
         memory = self._catch_up(params, memory, tokens, length, asked=goal > length)
         draw = draw_lib.Draw.of(self.drafter, sampling, length, processing)
+        if self.drafter.tree is not None:
+            return self._grow(
+                params, memory, tokens, draw, asked=goal > length, gamma=gamma
+            )
         if self._is_one_call(draw):
-            pending, counts = _pending(memory, length, gamma)
             memory, drafts, num_drafted = self._rows.run_chains(
                 params,
                 memory,
-                tokens=slots.windows(tokens, memory.length, slab),
-                pending=pending,
-                counts=counts,
+                tokens=slots.windows(tokens, memory.length, self._rows_most),
+                pending=length - memory.length,
+                counts=goal - length,
                 most=gamma_max,
             )
             return memory, protocols.Proposal(tokens=drafts, num_drafted=num_drafted)
@@ -166,7 +167,7 @@ class SlotDraftModel(slots.OfSlots):
 
         It catches up by at most a slab of rows; at the end of the text, it drafts.
         """
-        slab = self._slab
+        slab = self._rows_most
         starts, is_each = carry.kv.length, jnp.arange(self.num_slots, dtype=jnp.int32)
         wanted = (carry.known < goal) & carry.goes_on
         num_active = jnp.where(wanted, jnp.minimum(carry.known - starts, slab), 0)
@@ -253,10 +254,51 @@ class SlotDraftModel(slots.OfSlots):
             text,
             goal=length - 1,
             num_rows=num_rows,
-            until=length - self._slab,
+            until=length - self._rows_most,
             asked=asked,
         )
         return memory
+
+    def _grow(self, params, memory, text, draw, *, asked, gamma):
+        """Returns the memory and the proposal of trees of up to `gamma[b]` nodes; less
+        deep where room is short."""
+        tree, length = self.drafter.tree, draw.length
+
+        def take_in(kv, window):
+            """Runs rows of the text, whose last one drafts; see `slots.Run`."""
+            kv, verified = self._rows.verify(params, kv, window)
+            return kv, verified.at, verified.logits
+
+        memory, root = slots.take_in(
+            take_in,
+            memory,
+            text,
+            jnp.zeros((self.num_slots, self.vocab_size), jnp.float32),
+            goal=length,
+            num_rows=self._rows_most,
+            asked=asked,
+        )
+        asked &= memory.length == length
+
+        def run(kv, tokens, parents, first, num_rows):
+            """Runs the rows of a level; see `draw.Run`."""
+            window = protocols.Window(
+                tokens=tokens,
+                start=length - 1,
+                num_active=num_rows,
+                parents=parents,
+                first=first,
+                depth_max=tree.depth - 1,
+            )
+            kv, verified = self._rows.verify(params, kv, window)
+            has_run = (num_rows > 0) & ~self._rows.out_of_pages(kv)
+            return kv, verified.by_column(verified.logits, fill=0.0), has_run
+
+        wanted = jnp.where(asked, gamma, 0)
+        memory, proposal = draw_lib.grow(
+            draw, run, root, memory, tree=tree, wanted=wanted
+        )
+        return self._rows.truncate(memory, length, asked=asked), proposal
 
     def commit(self, params, memory, length, *, asked):
         """Forgets drafts that were not committed."""

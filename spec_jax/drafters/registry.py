@@ -8,6 +8,7 @@ only parameter is `parts`.
 """
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import pathlib
@@ -22,6 +23,7 @@ from spec_jax.drafters import (
     choice,
     draft_model,
     eagle3,
+    features,
     hybrid,
     ngram,
     oracle,
@@ -83,10 +85,6 @@ class Parts:
         return self.target.cache_impl
 
 
-def _ngram(parts: Parts) -> Built:
-    return ngram.PromptLookup(gamma_max=parts.gamma_max), None
-
-
 def _suffix(parts: Parts) -> Built:
     """Starts without a corpus: a prompt that is repeated must not find its answer."""
     statistics = suffix.SuffixDecoding(gamma_max=parts.gamma_max, impl=parts.impl)
@@ -126,7 +124,14 @@ def _oracle(parts: Parts) -> Built:
     return oracle.Oracle(gamma_max=parts.gamma_max, vocab_size=parts.vocab_size), None
 
 
-def _reader(name: str, load: Callable[..., Built], parts: Parts) -> Built:
+HEADS: Mapping[str, type[features.FeatureDrafter]] = {
+    "eagle3": eagle3.Eagle3,
+    "dflash": block.BlockDrafter,
+    "dspark": block.BlockDrafter,
+}
+
+
+def _head(name: str, parts: Parts) -> Built:
     """Loads a head from a folder, with the target whose features it reads."""
     if parts.target is None or parts.target_params is None:
         raise ValueError(
@@ -138,7 +143,7 @@ def _reader(name: str, load: Callable[..., Built], parts: Parts) -> Built:
         target_params = load_shards.with_whole_head(
             target_params, parts.target.config, layout
         )
-    drafter, params = load(
+    drafter, params = HEADS[name].load(
         shipped_head(name, parts.heads) if parts.draft is None else parts.draft,
         parts.target,
         target_params,
@@ -146,37 +151,32 @@ def _reader(name: str, load: Callable[..., Built], parts: Parts) -> Built:
         dtype=parts.dtype,
         weights=parts.weights,
     )
+    kind = getattr(drafter, "kind", name)
+    if kind != name:
+        raise ValueError(
+            f"drafter {name!r}, but {parts.draft or 'the shipped head'} is of "
+            f"{kind!r}: name that one"
+        )
     if layout is not None:  # The features that it reads are on every device.
         params = jax.tree.map(layout.replicated, params)
     return drafter, params
 
 
-def _block(name: block.Kind, parts: Parts) -> Built:
-    drafter, params = _reader(name, block.BlockDrafter.load, parts)
-    if drafter.kind != name:
-        raise ValueError(
-            f"drafter {name!r}, but {parts.draft or 'the shipped head'} is of "
-            f"{drafter.kind!r}: name that one"
-        )
-    return drafter, params
-
-
 BUILDERS: Mapping[str, Callable[[Parts], Built]] = {
     "draft-model": lambda parts: parts.load_draft(),  # a small model of the same family
-    "ngram": _ngram,  # prompt lookup; no parameters
+    # Prompt lookup; no parameters.
+    "ngram": lambda parts: (ngram.PromptLookup(gamma_max=parts.gamma_max), None),
     "suffix": _suffix,  # suffix statistics, and an empty corpus
     "hybrid": _hybrid,  # suffix where its match is long, otherwise a model or a head
     "choice": _choice,  # either of the two, by what this text keeps of each
     # Heads that read the target's features.
-    "eagle3": lambda parts: _reader("eagle3", eagle3.Eagle3.load, parts),
-    "dflash": lambda parts: _block("dflash", parts),
-    "dspark": lambda parts: _block("dspark", parts),
+    **{name: functools.partial(_head, name) for name in HEADS},
     "oracle": _oracle,  # what decoding writes, as a ceiling; a trace a request
 }
 """The builder of each built-in drafter."""
 
 
-NEED_TARGET = ("eagle3", "dflash", "dspark")
+NEED_TARGET = tuple(HEADS)
 """Drafters that read a target while it runs, and cannot be replayed without it."""
 
 NEED_DRAFT = ("draft-model", "hybrid", "choice")
@@ -301,23 +301,19 @@ def kind_of(folder: str | pathlib.Path) -> str:
 
 def _find(name: str) -> Any:
     """Returns what an entry point or `package.module:Name` names."""
-    for point in metadata.entry_points(group=ENTRY_POINTS):
-        if point.name == name:
-            return _load(name, point.load)
-    module, colon, attribute = name.partition(":")
-    if not (colon and module and attribute):
-        raise ValueError(
-            f"drafter {name!r} is not one of {', '.join(names())}, nor written as "
-            "package.module:Name, nor a folder with a config.json"
-        )
-    return _load(name, lambda: getattr(importlib.import_module(module), attribute))
-
-
-def _load(name: str, load: Callable[[], Any]) -> Any:
     try:
-        return load()
+        for point in metadata.entry_points(group=ENTRY_POINTS):
+            if point.name == name:
+                return point.load()
+        module, colon, attribute = name.partition(":")
+        if colon and module and attribute:
+            return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"drafter {name!r}: {error}") from None
+    raise ValueError(
+        f"drafter {name!r} is not one of {', '.join(names())}, nor written as "
+        "package.module:Name, nor a folder with a config.json"
+    )
 
 
 def _from_outside(name: str, found: Any, parts: Parts) -> Built:

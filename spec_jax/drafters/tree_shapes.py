@@ -8,7 +8,6 @@ same in every round, as Medusa's tables and SpecInfer's expansions are.
 import dataclasses
 import functools
 import json
-import math
 import pathlib
 import re
 from collections.abc import Sequence
@@ -31,12 +30,9 @@ target's token is the draft's most probable one more often than its probability 
 _MAX_BYTES = 2**20
 """Most bytes of a file of paths: paths of 64 nodes take a few thousand."""
 
-GREEDY = "greedy"
-"""In the text of a tree, after a slash: `Tree.greedy`."""
-
 _NUMBER = r"[0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?"
 _SEARCH = re.compile(
-    rf"([0-9]+)x([0-9]+):([0-9]+)(?:@({_NUMBER}))?(/{GREEDY})?", re.ASCII
+    rf"([0-9]+)x([0-9]+):([0-9]+)(?:@({_NUMBER}))?(/greedy)?", re.ASCII
 )
 
 
@@ -158,12 +154,8 @@ class Tree:
         return dataclasses.replace(made, tau=float(tau)) if tau else made
 
     def __str__(self) -> str:
-        how = f"/{GREEDY}" if self.greedy else ""
+        how = "/greedy" if self.greedy else ""
         return f"{self.top_k}x{self.depth}:{self.nodes}@{self.tau:g}{how}"
-
-
-Path = tuple[int, ...]
-"""A node by the ranks on the way to it: (0, 2) is the third child of the first one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,7 +168,8 @@ class FixedTree:
     and SpecInfer's (`of_branching`).
 
     Attributes:
-      paths: of all nodes, in any order; each one's parent is among them.
+      paths: of all nodes, in any order, by the ranks on the way to them: (0, 2) is the
+        third child of the first one. Each one's parent is among them.
       replaces: whether drawn siblings may be equal, each drawn as if it were alone.
 
     Raises:
@@ -184,7 +177,7 @@ class FixedTree:
         nodes than a target's window takes.
     """
 
-    paths: tuple[Path, ...]
+    paths: tuple[tuple[int, ...], ...]
     replaces: bool = False
 
     def __post_init__(self) -> None:
@@ -195,7 +188,7 @@ class FixedTree:
                 f"{len(self.paths)} paths, {len(paths)} of them different: give each "
                 "node's path once, and at least one"
             )
-        known: set[Path] = {()}
+        known = {(), *paths}
         for path in paths:
             if not all(isinstance(rank, int) and rank >= 0 for rank in path):
                 raise ValueError(
@@ -206,7 +199,6 @@ class FixedTree:
                     f"path {list(path)} has no parent among the paths: add "
                     f"{list(path[:-1])}, and leave the root out"
                 )
-            known.add(path)
         _check_rows(len(paths))
         object.__setattr__(self, "paths", tuple(paths))
 
@@ -222,8 +214,8 @@ class FixedTree:
                 f"branching {list(numbers)}: give a number of children from 1 on for "
                 "each depth"
             )
-        level: list[Path] = [()]
-        paths: list[Path] = []
+        level: list[tuple[int, ...]] = [()]
+        paths: list[tuple[int, ...]] = []
         for number in numbers:
             level = [(*path, rank) for path in level for rank in range(number)]
             paths += level
@@ -251,47 +243,40 @@ class FixedTree:
     """Scores decide nothing but the order of siblings."""
 
     @functools.cached_property
-    def levels(self) -> tuple[tuple[int, ...], ...]:
+    def _inner(self) -> np.ndarray:
         """The nodes with children, by depth: their indices among `paths`."""
         parents = {path[:-1] for path in self.paths}
-        inner = [i for i, path in enumerate(self.paths) if path in parents]
-        of_depth = lambda d: tuple(i for i in inner if len(self.paths[i]) == d)
-        return tuple(of_depth(d) for d in range(1, self.depth))
+        return np.flatnonzero([path in parents for path in self.paths])
+
+    @functools.cached_property
+    def _starts(self) -> np.ndarray:
+        """The column of each level's first row, from the root's on, and the end."""
+        depths = [0, *(len(self.paths[node]) for node in self._inner)]
+        return np.append(0, np.cumsum(np.bincount(depths)))
 
     @property
     def width(self) -> int:
         """Rows of a level that are run, at most."""
-        return max((len(level) for level in self.levels), default=1)
+        return int(np.diff(self._starts).max())
 
     @property
     def num_candidates(self) -> int:
         """Nodes that are scored."""
         return self.top_k * self.num_columns
 
-    @functools.cached_property
-    def _firsts(self) -> tuple[int, ...]:
-        """The column of each level's first row, from level 1 on, and the end."""
-        sizes = [1, *map(len, self.levels)]
-        return tuple(np.cumsum(sizes).tolist())
-
     @property
     def num_columns(self) -> int:
         """Rows of a slot: the root, all levels' nodes with children, and as many more
         as the last level is narrower than the widest one."""
-        last = len(self.levels[-1]) if self.levels else self.width
-        return self._firsts[-1] + self.width - last
+        return int(self._starts[-2]) + self.width
 
     @functools.cached_property
     def branching(self) -> tuple[int, ...] | None:
         """The children of each node, by depth; None where their numbers differ."""
-        counts = [
-            1 + max(path[-1] for path in self.paths if len(path) == depth)
-            for depth in range(1, self.depth + 1)
-        ]
-        is_possible = math.prod(counts) <= self.nodes
-        if is_possible and self.paths == FixedTree.of_branching(counts).paths:
-            return tuple(counts)
-        return None
+        sizes = np.bincount([0, *map(len, self.paths)])
+        counts = tuple((sizes[1:] // sizes[:-1]).tolist())
+        is_even = all(counts) and FixedTree.of_branching(counts).paths == self.paths
+        return counts if is_even else None
 
     @functools.cached_property
     def columns(self) -> np.ndarray:
@@ -301,9 +286,7 @@ class FixedTree:
         """
         found = np.full(self.nodes + 1, self.num_columns, np.int32)
         found[0] = 0
-        for first, level in zip(self._firsts, self.levels, strict=False):
-            for place, node in enumerate(level):
-                found[node + 1] = first + place
+        found[self._inner + 1] = np.arange(1, self._starts[-1])
         return found
 
     @functools.cached_property
@@ -320,21 +303,21 @@ class FixedTree:
 
     def first(self, level: Int[Array, "*levels"]) -> Int[Array, "*levels"]:
         """Returns the column of a level's first row; the root is level 0."""
-        return jnp.array([0, *self._firsts], jnp.int32)[level]
+        return jnp.array(self._starts, jnp.int32)[level]
 
     def rows(self, level: Int[Array, ""]) -> Int[Array, ""]:
         """Returns how many rows of a level are run: its nodes with children."""
-        return jnp.array([0, *map(len, self.levels)], jnp.int32)[level]
+        return jnp.array(np.diff(self._starts), jnp.int32)[level]
 
     def frontier(
         self, scores: Float32[Array, "B n"], level: Int[Array, ""]
     ) -> Int[Array, "B K"]:
         """Returns which of a level's candidates the next level expands."""
         table = np.zeros((self.depth + 1, self.width), np.int32)
-        for depth, nodes in enumerate(self.levels, 1):
-            first_row = 0 if depth == 1 else self._firsts[depth - 2]
-            found = self.candidates[list(nodes)] - first_row * self.top_k
-            table[depth, : len(nodes)] = found
+        for depth in range(1, self.depth):
+            above, start, end = self._starts[depth - 1 : depth + 2]
+            found = self.candidates[self._inner[start - 1 : end - 1]]
+            table[depth, : len(found)] = found - above * self.top_k
         chosen = jnp.asarray(table)[level]
         return jnp.broadcast_to(chosen, (scores.shape[0], self.width))
 
@@ -379,20 +362,16 @@ def parse(text: str) -> AnyTree:
       ValueError: another text, an unreadable file, or a tree that cannot be.
     """
     if text.endswith(".json"):
-        return _of_json(_read(pathlib.Path(text)), text)
+        try:
+            found = regular_files.read(pathlib.Path(text), max_bytes=_MAX_BYTES)
+        except FileNotFoundError as error:
+            raise ValueError(f"{text}: {error.strerror}") from None
+        return _of_json(found, text)
     if text.lstrip().startswith("["):
         return _of_json(text, "the tree")
     if ":" not in text and all(part.isdigit() for part in text.split("-")):
         return FixedTree.of_branching([int(part) for part in text.split("-")])
     return Tree.parse(text)
-
-
-def _read(path: pathlib.Path) -> bytes:
-    """Returns what a file holds."""
-    try:
-        return regular_files.read(path, max_bytes=_MAX_BYTES)
-    except FileNotFoundError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
 
 
 def _of_json(text: str | bytes, name: str) -> FixedTree:

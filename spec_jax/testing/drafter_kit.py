@@ -8,7 +8,7 @@ import functools
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -71,34 +71,6 @@ def shapes_of(tree) -> Any:
     return [(x.shape, x.dtype.name, x.weak_type) for x in leaves], structure
 
 
-def _begin(drafter, params, bench, text) -> protocols.Memory:
-    return one_slot.OneSlot(drafter=drafter).begin(params, bench, text)
-
-
-def _committed(drafter, table, start: int = 0, end: int = 0, rest=0) -> dict:
-    """Returns `commit`'s inputs beside the length: for a drafter that reads the target,
-    the features of positions `[start, end)` in `table`, and `rest` after them."""
-    if table is None:
-        return {}
-    most = 1 + protocols.depth_max(drafter)
-    handed = np.full((most, *table.shape[1:]), rest, table.dtype)
-    handed[: end - start] = table[start:end]
-    return {"features": jnp.asarray(handed)}
-
-
-def _table(drafter, bench, text) -> np.ndarray | None:
-    taps = protocols.taps_of(drafter)
-    return np.asarray(bench.features(text[:-1], taps)) if taps else None
-
-
-def _buffer(
-    bench: Bench, text: list[int], *, behind: Sequence[int] = (0,)
-) -> jax.Array:
-    """Returns a text's tokens, and `behind` again and again after them."""
-    rest = np.resize(np.array(behind, np.int32), bench.capacity + 1 - len(text))
-    return jnp.asarray(np.concatenate([np.array(text, np.int32), rest]))
-
-
 def check_static(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     """Checks that it is hashable; memory and proposal keep their shapes and dtypes."""
     clause = "static shapes"
@@ -108,8 +80,8 @@ def check_static(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
         raise AssertionError(
             f"{clause}: the drafter is not hashable: {error}"
         ) from None
-    one = one_slot.OneSlot(drafter=drafter)
-    fresh = one.init(bench)
+    one = one_slot.OneSlot(drafter=drafter, params=params, bench=bench)
+    fresh = one.init()
     for leaf in jax.tree.leaves(fresh):
         is_array = isinstance(leaf, jax.Array)
         fail_if(not is_array, clause, f"the memory holds {leaf!r}, not an array")
@@ -117,11 +89,11 @@ def check_static(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     gamma_max, number = drafter.gamma_max, jax.ShapeDtypeStruct((), jnp.int32)
     tokens = jax.ShapeDtypeStruct((bench.capacity + 1,), jnp.int32)
     for prompt in bench.prompts:
-        memory = one.begin(params, bench, prompt)
+        memory = one.begin(prompt)
         proposed, proposal = jax.eval_shape(
             one.propose, params, memory, tokens, number, number
         )
-        handed = _committed(drafter, _table(drafter, bench, prompt))
+        handed = one.committed(one.table(prompt))
         committed = jax.eval_shape(one.commit, params, memory, number, handed)
         memories = {"prefill": memory, "propose": proposed, "commit": committed}
         for name, made in memories.items():
@@ -155,10 +127,10 @@ def _check_parents(drafter: protocols.Drafter, proposal: Any) -> None:
 
 def check_pure(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     """Checks that only arguments matter, and nothing calls back to the host."""
-    one = one_slot.OneSlot(drafter=drafter)
-    memory = one.begin(params, bench, bench.prompts[0])
-    number, tokens = jnp.int32(1), _buffer(bench, list(bench.prompts[0]))
-    handed = _committed(drafter, _table(drafter, bench, bench.prompts[0]))
+    one = one_slot.OneSlot(drafter=drafter, params=params, bench=bench)
+    prompt, number = bench.prompts[0], jnp.int32(1)
+    memory, tokens = one.begin(prompt), one.buffer(prompt)
+    handed = one.committed(one.table(prompt))
     check_programs(
         propose=(one.propose, params, memory, tokens, number, number),
         commit=(one.commit, params, memory, number, handed),
@@ -194,37 +166,17 @@ def _drafts(proposal: protocols.Proposal) -> list[int]:
     return np.asarray(proposal.tokens)[: int(proposal.num_drafted)].tolist()
 
 
-@functools.partial(jax.jit, static_argnames=("drafter",), donate_argnames=("memory",))
-def _jitted(drafter, params, memory, tokens, length, gamma):
-    one = one_slot.OneSlot(drafter=drafter)
-    return one.propose(params, memory, tokens, length, gamma)
-
-
-def _propose(drafter, params, memory, bench, text, *, gamma=None, behind=(0,)):
-    """Proposes after `text`, all that there is room for or `gamma` tokens; a copy of
-    the memory is donated."""
-    gamma = drafter.gamma_max if gamma is None else gamma
-    return _jitted(
-        drafter,
-        params,
-        jax.tree.map(jnp.array, memory),
-        _buffer(bench, text, behind=behind),
-        jnp.int32(len(text)),
-        jnp.int32(min(gamma, bench.capacity - len(text))),
-    )
-
-
 def check_proposals(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     """Checks for at most gamma tokens, of the vocabulary, from committed text alone.
 
     If there are probabilities, checks that the tokens can have been drawn with them.
     """
     vocab_size = bench.target.config.vocab_size
+    one = one_slot.OneSlot(drafter=drafter, params=params, bench=bench)
     for prompt in bench.prompts:
         text = bench.plain(prompt)
         text = text[: (len(prompt) + len(text)) // 2]
-        memory = _begin(drafter, params, bench, text)
-        after_text = functools.partial(_propose, drafter, params, memory, bench, text)
+        after_text = functools.partial(one.after, one.begin(text), text)
         for gamma in range(drafter.gamma_max + 1):
             _, proposal = after_text(gamma=gamma)
             num_drafted, drafts = int(proposal.num_drafted), _drafts(proposal)
@@ -273,9 +225,9 @@ def _check_probs(proposal: protocols.Proposal) -> None:
 def check_memory(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     """Checks that the memory is only its leaves, and all of them can be donated."""
     clause, number = "memory round trip", jnp.int32(1)
-    one = one_slot.OneSlot(drafter=drafter)
+    one = one_slot.OneSlot(drafter=drafter, params=params, bench=bench)
     for prompt in bench.prompts:
-        memory = one.begin(params, bench, prompt)
+        memory = one.begin(prompt)
         held = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(memory) if x.size]
         is_shared = len(set(held)) < len(held)
         why = "two leaves share a buffer, and could not both be donated"
@@ -283,7 +235,7 @@ def check_memory(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
         # Closed over, a memory does not go through its leaves.
         whole, copied = (
             jax.make_jaxpr(functools.partial(one.propose, params, held))(
-                _buffer(bench, list(prompt)), number, number
+                one.buffer(prompt), number, number
             )
             for held in (memory, jax.tree.map(jnp.array, memory))
         )
@@ -294,17 +246,15 @@ def check_memory(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
 def check_truncation(drafter: protocols.Drafter, params: Any, bench: Bench) -> None:
     """Checks that a commit leaves no trace of any text but what was committed, besides
     what a drafter learns of rounds (`Drafter.taught`)."""
-    one = one_slot.OneSlot(drafter=drafter)
+    one = one_slot.OneSlot(drafter=drafter, params=params, bench=bench)
     commit = jax.jit(one.commit)
     for prompt in bench.prompts:
         text, length = bench.plain(prompt), len(prompt)
-        memory = _begin(drafter, params, bench, prompt)
-        table = _table(drafter, bench, text)
+        memory, table = one.begin(prompt), one.table(text)
         for number in range(len(text)):
-            fresh = one.taught(_begin(drafter, params, bench, text[:length]), memory)
+            fresh = one.taught(one.begin(text[:length]), memory)
             (memory, found), (_, right) = (
-                _propose(drafter, params, held, bench, text[:length])
-                for held in (memory, fresh)
+                one.after(held, text[:length]) for held in (memory, fresh)
             )
             drafts, expected = _drafts(found), _drafts(right)
             why = f"{drafts} after {number} rounds, {expected} from a fresh memory"
@@ -316,7 +266,7 @@ def check_truncation(drafter: protocols.Drafter, params: Any, bench: Bench) -> N
             length += 1 + min(accepted, number % (drafter.gamma_max + 1))
             if length >= len(text):
                 break
-            handed = _committed(drafter, table, before - 1, length - 1)
+            handed = one.committed(table, before - 1, length - 1)
             memory = commit(params, memory, jnp.int32(length), handed)
 
 
@@ -326,17 +276,14 @@ def check_features(drafter: protocols.Drafter, params: Any, bench: Bench) -> Non
     Features of one position early or late, or of rejected rows, must make a difference
     somewhere: otherwise a drafter reads no features, or others than it is handed.
     """
-    taps = protocols.taps_of(drafter)
-    if not taps:
+    if not protocols.taps_of(drafter):
         return
+    one = one_slot.OneSlot(drafter=drafter, params=params, bench=bench)
     texts = [bench.plain(prompt) for prompt in bench.prompts]
-    tables = [np.asarray(bench.features(text[:-1], taps)) for text in texts]
+    tables = [np.asarray(one.table(text)) for text in texts]
     size = bench.target.config.vocab_size
-    rejected = [
-        np.asarray(bench.features([(token + 1) % size for token in text[:-1]], taps))
-        for text in texts
-    ]
-    drafts = functools.partial(_drafts_by_features, drafter, params, bench, texts)
+    others = [[(token + 1) % size for token in text] for text in texts]
+    drafts = functools.partial(_drafts_by_features, one, texts)
     right = drafts(tables)
     why = "what is after the features of committed rows changes drafts"
     fail_if(drafts(tables, rest=np.nan) != right, "features", why)
@@ -346,34 +293,31 @@ def check_features(drafter: protocols.Drafter, params: Any, bench: Bench) -> Non
     wrong = {
         "one position early": [np.roll(table, -1, axis=0) for table in tables],
         "one position late": [np.roll(table, 1, axis=0) for table in tables],
-        "of rejected rows": rejected,
+        "of rejected rows": [one.table(text) for text in others],
     }
-    for name, others in wrong.items():
+    for name, moved in wrong.items():
         why = f"features {name} change no draft"
-        fail_if(drafts(others) == right, "features", why)
+        fail_if(drafts(moved) == right, "features", why)
 
 
-def _drafts_by_features(drafter, params, bench, texts, tables, *, rest=0, anew=False):
+def _drafts_by_features(one, texts, tables, *, rest=0, anew=False):
     """Returns the drafts of rounds of different lengths, with features from `tables`:
     by prefill `anew` in each round, or by commits."""
-    one, found = one_slot.OneSlot(drafter=drafter), []
-    commit = jax.jit(one.commit)
-    for prompt, text, table in zip(bench.prompts, texts, tables, strict=True):
-        prefill = {"features": jnp.asarray(table)}
-        memory = one.prefill(params, bench, prompt, prefill)
-        length, number = len(prompt), 0
+    commit, found = jax.jit(one.commit), []
+    for prompt, text, table in zip(one.bench.prompts, texts, tables, strict=True):
+        memory, length, number = one.begin(prompt, table), len(prompt), 0
         while length < len(text):
-            memory, proposal = _propose(drafter, params, memory, bench, text[:length])
+            memory, proposal = one.after(memory, text[:length])
             found.append(_drafts(proposal))
             before, number = length, number + 1
-            length += 1 + number % (1 + protocols.depth_max(drafter))
+            length += 1 + number % (1 + protocols.depth_max(one.drafter))
             if length >= len(text):
                 break
             if anew:
-                memory = one.prefill(params, bench, text[:length], prefill)
+                memory = one.begin(text[:length], table)
                 continue
-            handed = _committed(drafter, table, before - 1, length - 1, rest)
-            memory = commit(params, memory, jnp.int32(length), handed)
+            handed = one.committed(table, before - 1, length - 1, rest)
+            memory = commit(one.params, memory, jnp.int32(length), handed)
     return found
 
 

@@ -211,68 +211,31 @@ def test_what_the_children_of_a_tree_were_drawn_from():
 UNEVEN = tree_shapes.parse("[[0],[1],[2],[0,0],[1,0],[2,0],[2,1],[2,1,0]]")
 
 
-def continued(drafter, path):
-    """Commits a path of a tree and a token more; returns how many rows the draft holds,
-    their K/V and fresh ones, and the next proposal with the kept memory and a new one.
-
-    Args:
-      path: nodes that are committed, by their indices; -1: a token of no node.
-    """
-    slots = each.lift(drafter, 1)
+@pytest.mark.parametrize("path", [[2, 6, 7], [0], []])
+def test_a_tree_leaves_the_rows_of_its_text_alone(path):
+    """Fails if rows or pages of a tree stay, or if those of nodes that were committed
+    are not run again: K/V, drafts and the probabilities that they were drawn from are
+    those of a memory that never held the tree."""
+    decoding.needs("native")  # Its K/V is the same however rows are grouped.
+    slots = each.lift(as_drafter(draws="independent").for_tree(UNEVEN), 1)
     sampling = decoding.sampling_of(1, temperature=0.8, top_k=20, seed=5)
     begun = lambda text: slots.prefill(NEARLY, slots.init(**SMALL.sizes), text, slot=0)
     propose = lambda memory, text: decoding.propose_after(
         slots, NEARLY, memory, [text], sampling=sampling
     )
     memory, proposal = propose(begun(PROMPT), PROMPT)
-    drafts = [*proposal.tokens[0].tolist(), 95]  # No child holds the last one.
-    text = [*PROMPT, *(drafts[node] for node in path), 94]
+    assert memory.length.tolist() == [len(PROMPT)]
+    text = [*PROMPT, *(int(proposal.tokens[0, node]) for node in path), 94]
     length = jnp.array([len(text)])
     memory = decoding.commit(slots, NEARLY, memory, length, asked=jnp.ones((1,), bool))
-    kv = jax.jit(slots._keep_committed)(memory, decoding.padded([text], 80), length)
-    decoding.check_cache(kv)
-    held = int(kv.length[0])
-    fresh = drafter.model.new_cache(**SMALL.sizes)
-    fresh, _ = drafter.model.prefill(NEARLY, fresh, text, by_rows=True)
-    both = decoding.held(kv, held), decoding.held(fresh, held)
-    again = propose(memory, text)[1], propose(begun(text), text)[1]
-    return held, both, again
-
-
-@pytest.mark.parametrize(
-    ("path", "rows_kept"),
-    # The last node of the first path is a leaf: it was not run.
-    [([2, 6, 7], 2), ([1, 4], 1), ([0], 1), ([2, -1], 1), ([-1], 0), ([], 0)],
-)
-def test_of_a_tree_the_committed_rows_are_kept(path, rows_kept):
-    """Fails if a committed row is not kept, if K/V differ from those of decoding, or if
-    the next proposal is not that of a memory that never held the tree."""
-    decoding.needs("native")  # Its K/V is the same however rows are grouped.
-    drafter = as_drafter(draws="independent").for_tree(UNEVEN)
-    held, both, again = continued(drafter, path)
-    assert held == len(PROMPT) + rows_kept
-    testing.assert_same_bits(*both)
-    # Tokens and the probabilities that they were drawn from are the same bits.
-    testing.assert_same_bits(*again)
-
-
-def test_a_prompt_takes_the_pages_of_rows_that_nothing_was_committed_of():
-    """Fails if a tree's rows outlive the admission of another sequence."""
-    drafter = as_drafter().for_tree(UNEVEN)
-    slots = each.lift(drafter, 2)
-    memory = slots.prefill(NEARLY, slots.init(**SMALL.sizes), PROMPT, slot=0)
-    texts, gamma = [PROMPT, [0]], [drafter.gamma_max, 0]
-    memory, _ = decoding.propose_after(slots, NEARLY, memory, texts, gamma=gamma)
-    asked = jnp.array([True, False])
-    length = jnp.array([len(PROMPT) + 2, 1])
-    memory = decoding.commit(slots, NEARLY, memory, length, asked=asked)
-    assert int(memory.kv.length[0]) > len(PROMPT)
-    memory = slots.prefill(NEARLY, memory, PROMPT[:5], slot=1)
-    assert memory.kv.length.tolist() == [len(PROMPT), 4]
-    decoding.check_cache(memory.kv)
-    # A slot that is released keeps nothing.
-    memory = decoding.commit(slots, NEARLY, memory, length * 0 + 1, asked=asked | True)
-    assert memory.kv.length.tolist() == [0, 0] and not memory.is_run.any()
+    (memory, found), (fresh, expected) = (
+        propose(memory, text),
+        propose(begun(text), text),
+    )
+    testing.assert_same_bits(found, expected)
+    testing.assert_same_bits(kv_of(memory, 0), kv_of(fresh, 0))
+    testing.assert_same_bits(memory.num_owned, fresh.num_owned)
+    decoding.check_cache(memory)
 
 
 @pytest.mark.parametrize("replaces", (True, False))

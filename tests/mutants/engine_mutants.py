@@ -143,14 +143,11 @@ DRAFTERS = (
            "drafters.draft_slots:SlotDraftModel.commit",
            "jnp.minimum(memory.length, length - 1)", "memory.length",
            "drafters/test_draft_model.py::test_a_commit_of_length_one_forgets_a_slot"),
-    *(Mutant(f"in a draft model's tree {what}",
-             "drafters.draft_trees:SlotDraftTree._keep_committed", old, new,
-             "drafters/test_draft_model.py::test_of_a_tree_the_committed_rows_are_kept"
-             "[path1-1]")
-      for what, old, new in (
-          ("a row too many is kept", "start + 1 + num_kept", "start + 2 + num_kept"),
-          ("another path is kept", "path, num_kept, start", "path + 1, num_kept, start")
-      )),
+    Mutant("a row of a draft model's tree stays",
+           "drafters.draft_slots:SlotDraftModel._grow",
+           "truncate(memory, length, asked", "truncate(memory, length + 1, asked",
+           "drafters/test_draft_model.py::"
+           "test_a_tree_leaves_the_rows_of_its_text_alone[path0]"),
     Mutant("the last match is taken for the first",
            "drafters.ngram:PromptLookup.propose", 'self.match == "first"', "False",
            "drafters/test_lookups.py::"
