@@ -272,11 +272,7 @@ def _check_entries(
     folder: pathlib.Path, entries: Mapping[str, files.Entry], names: Any, config: Any
 ) -> None:
     """Raises `CheckpointError` unless every tensor of a head is there, in its shape and
-    kind, and no other.
-
-    Args:
-      names: a tree of `params.Parts`.
-    """
+    kind, and no other; `names` is a tree of `params.Parts`."""
     expected = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
     V, Vd = config.layer.vocab_size, config.draft_vocab_size
     tables = {_TO_TARGET: (Vd,), _IS_KEPT: (V,)}
@@ -304,13 +300,8 @@ def _check_entries(
 def _read_hot(
     folder: pathlib.Path, entries: Mapping[str, files.Entry], config: Any
 ) -> jax.Array | None:
-    """Returns the target's token of each draft token, from the offsets that files hold.
-
-    None where they are the same.
-
-    Raises:
-      CheckpointError: tables that contradict themselves.
-    """
+    """Returns the target's token of each draft token, from the offsets that files hold;
+    None where they are the same."""
     if _TO_TARGET not in entries:
         return None
     V, Vd = config.layer.vocab_size, config.draft_vocab_size
@@ -362,9 +353,6 @@ def _of_target(
 
     Args:
       must_match: whether a tensor in the place of the target's embedding is a copy.
-
-    Raises:
-      CheckpointError: copies that are not the target's.
     """
     given, embed, lm_head = {}, target_params.embed, target_params.head
     for field, name, ours, is_bound in (
