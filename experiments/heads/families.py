@@ -16,7 +16,7 @@ from spec_jax.model import (
     config as config_lib,
     eagle3_files,
     eagle3_params,
-    head_dialects,
+    head_files,
     hub,
     load as load_lib,
     params as params_lib,
@@ -37,30 +37,24 @@ class Family:
     """The properties of a family; its flags are those of `train_drafter.py`."""
 
     training: types.ModuleType  # has `init`, `loss` and `measure`
-    files: types.ModuleType  # has `load` and `save`
-    dialects: types.ModuleType  # has `read_config`, `check_config` and `WHOLE`
+    files: head_files.Family
     dialect: str  # the published format unless another is named
     flags: tuple[str, ...]  # the family's own; all but `no_copies` decide bits
 
 
-_EAGLE3 = {"files": eagle3_files, "dialects": eagle3_files}
-_BLOCK: dict[str, Any] = {
-    "training": block,
-    "files": block_files,
-    "dialects": block_dialects,
-}
+_BLOCK: dict[str, Any] = {"training": block, "files": block_files.FAMILY}
 _OF_BLOCKS = ("block", "layers", "window", "causal", "mask_token", "anchors", "decay")
 _OF_DSPARK = ("rank", "head", "no_tv", "no_confidence", "no_copies")
 
 FAMILIES = {
     "eagle3": Family(
-        **_EAGLE3,
+        files=eagle3_files.FAMILY,
         training=eagle3,
         dialect="midlayer",
         flags=("width", "window", "target_head", "ttt_steps", "first_alone"),
     ),
     "peagle": Family(
-        **_EAGLE3,
+        files=eagle3_files.FAMILY,
         training=peagle,
         dialect="speculators",
         flags=("layers", "window", "ttt_steps", "mask_token", "anchors", "decay"),
@@ -96,8 +90,8 @@ def _draft_vocab(args, target) -> int:
     Raises:
       ValueError: a smaller vocabulary in a dialect that has the target's whole one.
     """
-    V, dialects = target.vocab_size, FAMILIES[args.family].dialects
-    if args.dialect not in dialects.WHOLE:
+    V = target.vocab_size
+    if args.dialect not in FAMILIES[args.family].files.whole:
         return min(args.draft_vocab or DRAFT_VOCAB, V)
     if args.draft_vocab and args.draft_vocab < V:
         raise ValueError(
@@ -247,15 +241,13 @@ def plan(args: argparse.Namespace, target: config_lib.ModelConfig) -> Any:
       ValueError: a drafter that no dialect describes or this target cannot have, or
         texts that are too short for it.
     """
-    family, found = FAMILIES[args.family], None
-    head_dialects.check_name(args.dialect, family.dialects.DIALECTS)
+    files, found = FAMILIES[args.family].files, None
     if args.base:
-        _, found = family.dialects.read_config(args.base / "config.json", target)
+        _, found = files.read_config(args.base / "config.json", target)
         for name, value in shape(args.family, found).items():
             setattr(args, name, value)
     config = (_block if args.family in BLOCKS else _eagle3)(args, target)
-    family.dialects.check_config(config, args.dialect)
-    config.check_target(target)
+    files.check_config(config, args.dialect, target)
     if isinstance(found, block_params.BlockConfig):
         # A calibration does not hold for weights that are trained on.
         none = dict.fromkeys(("confidence_temperatures", "confidence_shifts"), ())

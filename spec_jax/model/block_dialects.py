@@ -17,11 +17,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
-from spec_jax.model import (
-    block_params,
-    config as config_lib,
-    head_dialects,
-)
+from spec_jax.model import block_params, config as config_lib, head_dialects
 
 
 Dialect = Literal["z-lab", "deepspec", "specforge", "speculators"]
@@ -32,11 +28,11 @@ WHOLE: tuple[Dialect, ...] = ("z-lab", "deepspec", "specforge")
 
 DFLASH2 = "DFlash2DraftModel"
 ARCHITECTURES: dict[str, head_dialects.Architecture] = {
+    "DFlashSpeculator": ("dflash", "speculators", None),
+    "DSparkSpeculator": ("dspark", "speculators", None),
     "DFlashDraftModel": ("dflash", "speculators", "z-lab"),
     "Qwen3DSparkModel": (None, None, "deepspec"),
     "DSparkDraftModel": ("dspark", "speculators", "specforge"),
-    "DFlashSpeculator": ("dflash", "speculators", None),
-    "DSparkSpeculator": ("dspark", "speculators", None),
     DFLASH2: ("dflash2", "speculators", "z-lab"),
 }
 _WHAT = "layout of DFlash or DSpark"
@@ -104,7 +100,7 @@ def kind_of(raw: Mapping[str, Any]) -> str:
     """Returns "dspark" for a config with a head of DSpark's, otherwise "dflash".
 
     Raises:
-      ValueError: as `read_config`.
+      ValueError: as `from_dict`.
     """
     said = _own_keys(raw, head_dialects.dialect_of(raw, ARCHITECTURES, _WHAT)[0])
     is_dspark = _head(said)[0] in block_params.DSPARK_HEADS
@@ -142,10 +138,10 @@ def _own_keys(raw: Mapping[str, Any], dialect: Dialect) -> dict[str, Any]:
     return said
 
 
-def _from_dict(
+def from_dict(
     raw: dict[str, Any], target: config_lib.ModelConfig, dtype: str
 ) -> tuple[Dialect, block_params.BlockConfig]:
-    """Returns what a file's contents say, of the weights' dtype."""
+    """Implements `head_files.Family.from_dict`."""
     dialect, kind = head_dialects.dialect_of(raw, ARCHITECTURES, _WHAT)
     said = _own_keys(raw, dialect)
     stated, layer, draft_vocab_size, width = head_dialects.sizes(
@@ -174,7 +170,7 @@ def _from_dict(
         raise ValueError(f"{DFLASH2} without selector_rank: state it")
     has_confidence = _flag(said, "enable_confidence_head")
     with_markov = _flag(said, "confidence_head_with_markov", default=rank > 0)
-    config = block_params.BlockConfig(
+    return dialect, block_params.BlockConfig(
         layer=layer,
         draft_vocab_size=draft_vocab_size,
         taps=_taps(raw, said, dialect, target, layer.num_layers),
@@ -184,18 +180,13 @@ def _from_dict(
         head=head,
         markov_rank=rank,
         top_k=_whole(said, "selector_top_k", default=0),
-        conv_group=_conv_group(said),
+        conv_group=_conv_group(said, head),
         has_confidence=has_confidence,
         confidence_with_markov=has_confidence and with_markov,
         attention=_attention_of(said, dialect, windows or (0,) * layer.num_layers),
         **{key: _numbers(said, key) for key in SCALINGS},
     )
-    check_config(config, dialect)
-    return dialect, config
 
-
-read_config = functools.partial(head_dialects.read_config, _from_dict)
-"""Reads a block drafter's `config.json`, see `head_dialects.read_config`."""
 
 _whole = functools.partial(head_dialects.value, kind=int, default=None)
 _flag = functools.partial(head_dialects.value, kind=bool, default=False)
@@ -224,24 +215,6 @@ def _attention_of(
     return layers if set(layers) != {block_params.LayerAttention()} else ()
 
 
-def causal_flag(config: block_params.BlockConfig) -> bool | None:
-    """Returns whether all layers or none are causal; None: those with a window are.
-
-    Raises:
-      ValueError: other layers are causal, which no layout can state.
-    """
-    found = [each.is_causal for each in config.attention]
-    if found == [each.window > 0 for each in config.attention]:
-        return None
-    if len(set(found)) > 1:
-        raise ValueError(
-            f"causal layers {found} of windows "
-            f"{[each.window for each in config.attention]}: all, none, or those with a "
-            "window"
-        )
-    return found[0]
-
-
 def _numbers(said: Mapping[str, Any], key: str) -> tuple[float, ...]:
     values = said.get(key, [])
     if not isinstance(values, list) or not all(type(x) in (int, float) for x in values):
@@ -268,14 +241,16 @@ def _head(said: Mapping[str, Any]) -> tuple[block_params.Head, int]:
     return cast(block_params.Head, head), rank
 
 
-def _conv_group(said: Mapping[str, Any]) -> int:
+def _conv_group(said: Mapping[str, Any], head: block_params.Head) -> int:
     """Returns the channels of a convolution's group; 0: there are no convolutions."""
     taps = _whole(said, "conv_kernel_size", default=0)
     group = _whole(said, "conv_group_size", default=0)
-    if taps not in (0, CONV_TAPS) or (taps > 0) != (group > 0):
+    expected = CONV_TAPS if head == "selector" else 0
+    if taps != expected or (taps > 0) != (group > 0):
         raise ValueError(
-            f"conv_kernel_size={taps} and conv_group_size={group}: convolutions have "
-            f"{CONV_TAPS} taps, and groups"
+            f"conv_kernel_size={taps} and conv_group_size={group} with {head=}: "
+            f"convolutions have {CONV_TAPS} taps, and groups; they are published "
+            "together with a selector, as DFlash2"
         )
     return group
 
@@ -315,50 +290,3 @@ def default_layer_ids(num_target_layers: int, num_layers: int) -> list[int]:
         return [num_target_layers // 2]
     step = (num_target_layers - 4) / (num_layers - 1)
     return [round(1 + i * step) for i in range(num_layers)]
-
-
-def check_config(config: block_params.BlockConfig, dialect: Dialect) -> None:
-    """Passes if a layout can describe the drafter.
-
-    Raises:
-      ValueError: no such layout, or a drafter that it cannot describe.
-    """
-    head_dialects.check_name(dialect, DIALECTS)
-    config.validate()
-    if (config.conv_group > 0) != (config.head == "selector"):
-        raise ValueError(
-            f"head={config.head!r} with conv_group_size={config.conv_group}: selector "
-            "and convolutions are published together, as DFlash2"
-        )
-    if config.conv_group and (
-        config.has_confidence or dialect not in ("z-lab", "speculators")
-    ):
-        raise ValueError(
-            "DFlash2 has no confidences, in z-lab's layout or speculators'"
-        )
-    if dialect == "z-lab" and config.has_dspark_heads:
-        raise ValueError("z-lab's layout is of DFlash, which has no heads")
-    if dialect == "deepspec" and config.slots != "anchor-first":
-        raise ValueError("deepspec's slots are anchor-first, and have no flag")
-    _check_attention(config, dialect)
-    is_whole = config.draft_vocab_size == config.layer.vocab_size
-    if dialect in WHOLE and not is_whole:
-        raise ValueError(f"{dialect} has the whole vocabulary; choose speculators")
-
-
-def _check_attention(config: block_params.BlockConfig, dialect: Dialect) -> None:
-    """Raises `ValueError` for windows and masks that a layout cannot describe."""
-    head_dialects.window_keys([each.window for each in config.attention])
-    flag = causal_flag(config)
-    is_speculators = dialect == "speculators"
-    for each in config.attention:
-        if each.window and each.from_anchor != is_speculators:
-            raise ValueError(
-                f"a window of {each.window} keys, counted from "
-                f"{'the anchor' if each.from_anchor else 'each row'}: speculators' are "
-                "counted from the anchor, and those of other layouts from each row"
-            )
-    if is_speculators and flag:
-        raise ValueError(
-            "all layers are causal: speculators has no word for it; choose z-lab"
-        )

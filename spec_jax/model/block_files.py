@@ -49,11 +49,17 @@ def _parts(
     return params_lib.parts(shapes, names, config.layer)
 
 
+def _causal(head: block_params.BlockConfig) -> bool | None:
+    """Returns whether layers are causal; None: those with a window are."""
+    is_usual = all(each.is_causal == (each.window > 0) for each in head.attention)
+    return None if is_usual else head.attention[0].is_causal
+
+
 def _of_heads(
-    head: block_params.BlockConfig, dialect: dialects.Dialect
+    head: block_params.BlockConfig, dialect: dialects.Dialect, is_selector: bool
 ) -> dict[str, Any]:
     """Returns the keys of what chooses the tokens of slots."""
-    if head.head == "selector":
+    if is_selector:
         return {
             "conv_kernel_size": dialects.CONV_TAPS,
             "conv_group_size": head.conv_group,
@@ -84,16 +90,12 @@ def to_dict(
     dialect: dialects.Dialect,
     origin: head_dialects.Origin,
 ) -> dict[str, Any]:
-    """Returns the `config.json` that `read_config` reads back."""
-    is_selector, has_heads = head.head == "selector", head.has_dspark_heads
-    names = [
-        name
-        for name, (_, typed, bare) in dialects.ARCHITECTURES.items()
-        if dialect == (bare or typed)
-    ]
-    # Speculators has two.
-    name = dialects.DFLASH2 if is_selector else names[-1 if has_heads else 0]
-    of_heads = _of_heads(head, dialect)
+    """Returns the `config.json` that `block_dialects.from_dict` reads back."""
+    kind = "dspark" if head.has_dspark_heads else "dflash"
+    kind = "dflash2" if head.head == "selector" else kind
+    name = head_dialects.architecture_of(dialect, kind, dialects.ARCHITECTURES)
+    is_selector = name == dialects.DFLASH2
+    of_heads = _of_heads(head, dialect, is_selector)
     flat = {
         "num_target_layers": origin.target.num_layers,
         "block_size": head.block_size,
@@ -103,12 +105,11 @@ def to_dict(
         "mask_token_id": head.mask_token_id,
         "target_layer_ids": [tap - 1 for tap in head.taps],
     }
-    causal, is_first = dialects.causal_flag(head), head.slots == "anchor-first"
+    causal, is_first = _causal(head), head.slots == "anchor-first"
     windows = [head.attention_of(i).window for i in range(head.layer.num_layers)]
     layer = config_lib.to_dict(head.layer) | head_dialects.window_keys(windows)
     own: dict[str, Any] = {"architectures": [name]}
     if dialect == "speculators":
-        kind = "dflash2" if is_selector else "dspark" if has_heads else "dflash"
         about = head_dialects.speculators_config(kind, head.num_drafts, origin)
         own |= of_heads | {
             head_dialects.TYPE: kind,
@@ -141,8 +142,9 @@ def to_dict(
 
 
 FAMILY = head_files.Family(
-    read_config=dialects.read_config,
-    check_config=dialects.check_config,
+    dialects=dialects.DIALECTS,
+    whole=dialects.WHOLE,
+    from_dict=dialects.from_dict,
     to_dict=to_dict,
     names=_parts,
     copies=("deepspec",),

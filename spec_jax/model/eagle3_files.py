@@ -9,7 +9,6 @@ midlayer and speculators have parallel heads, too, under one name in `architectu
 SpecForge's have the names of speculators' tensors, and no key for the mask's token.
 """
 
-import functools
 import reprlib
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -34,25 +33,19 @@ _PARALLEL = ("peagle", "speculators", "midlayer")
 ARCHITECTURES: dict[str, head_dialects.Architecture] = {
     "LlamaForCausalLMEagle3": ("eagle3", "midlayer", "midlayer"),
     "Eagle3LlamaForCausalLM": ("eagle3", "midlayer", "midlayer"),
-    "Eagle3Speculator": ("eagle3", "speculators", "speculators"),
     "Eagle3DraftModel": ("eagle3", "speculators", "speculators"),
+    "Eagle3Speculator": ("eagle3", "speculators", "speculators"),
     "Qwen3Eagle3Model": ("eagle3", "deepspec", "deepspec"),
-    "PEagleSpeculator": _PARALLEL,
     "PEagleDraftModel": _PARALLEL,
+    "PEagleSpeculator": _PARALLEL,
 }
-_WRITTEN = {
-    "midlayer": "LlamaForCausalLMEagle3",
-    "speculators": "Eagle3DraftModel",
-    "deepspec": "Qwen3Eagle3Model",
-}
-"""The architecture that is written, unless a head is parallel."""
 _MASKS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Keys of the mask's token: one of speculators, two that vLLM reads in flat configs."""
 
 _FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
 _SHARES = "load_lm_head_from_target"
-"""SGLang's name for a head without an output projection in its file; here one with a
-draft vocabulary takes its rows."""
+"""SGLang's name for a head without an output projection in its file, which no format of
+others states; here one with a draft vocabulary takes its rows."""
 
 _AUX = "eagle_aux_hidden_state_layer_ids"
 
@@ -74,9 +67,6 @@ def _from_dict(
         raw, dialect, target, dtype, is_whole=is_whole
     )
     flags = {key: head_dialects.value(raw, key, bool, default=False) for key in _FLAGS}
-    if is_whole and any(flags.values()):
-        set_ = ", ".join(key for key, flag in flags.items() if flag)
-        raise ValueError(f"{set_} is true: heads of deepspec have no such norms")
     window, *others = set(head_dialects.windows(stated, layer.num_layers)) or {0}
     if others:
         raise ValueError(
@@ -95,10 +85,6 @@ def _from_dict(
         mask_token_id=mask,
         **flags,
     )
-
-
-read_config = functools.partial(head_dialects.read_config, _from_dict)
-"""Reads a head's `config.json`, see `head_dialects.read_config`."""
 
 
 def _taps(
@@ -125,41 +111,6 @@ def _taps(
     return head_dialects.layer_ids(key, ids, shift=shift)
 
 
-def check_config(config: eagle3_params.Eagle3Config, dialect: Dialect) -> None:
-    """Passes if a dialect can describe the head.
-
-    Raises:
-      ValueError: no such dialect, or a head that it cannot describe.
-    """
-    head_dialects.check_name(dialect, DIALECTS)
-    config.validate()
-    if dialect == "midlayer" and config.has_head_norms:
-        raise ValueError(
-            "norms of queries and keys: not of midlayer, but of the others"
-        )
-    if config.shares_head and (dialect != "midlayer" or config.is_parallel):
-        raise ValueError(
-            "the target's output projection in the place of an own one: of midlayer "
-            "alone, and of no parallel heads"
-        )
-    if dialect == "deepspec" and config.is_parallel:
-        raise ValueError("deepspec has no parallel heads; choose speculators")
-    if dialect == "deepspec":
-        if not config.has_head_norms or any(getattr(config, flag) for flag in _FLAGS):
-            raise ValueError(
-                "deepspec has norms of queries and keys, and no others; choose "
-                "speculators"
-            )
-        if config.draft_vocab_size != config.layer.vocab_size:
-            raise ValueError("deepspec has the whole vocabulary; choose speculators")
-        if config.has_own_embed:
-            raise ValueError(
-                f"a head of width {config.hidden_size} for a target of width "
-                f"{config.target_hidden_size}: deepspec's have the target's; choose "
-                "speculators"
-            )
-
-
 def _layer(head: eagle3_params.Eagle3Config) -> dict[str, Any]:
     """Returns the config of a model that has the head's layers."""
     layer = config_lib.to_dict(head.layer)
@@ -173,10 +124,10 @@ def _layer(head: eagle3_params.Eagle3Config) -> dict[str, Any]:
 def to_dict(
     head: eagle3_params.Eagle3Config, dialect: Dialect, origin: head_dialects.Origin
 ) -> dict[str, Any]:
-    """Returns the `config.json` that `read_config` reads back, with the keys that the
+    """Returns the `config.json` that `_from_dict` reads back, with the keys that the
     dialect's own code writes."""
     kind = "peagle" if head.is_parallel else "eagle3"
-    name = "PEagleDraftModel" if head.is_parallel else _WRITTEN[dialect]
+    name = head_dialects.architecture_of(dialect, kind, ARCHITECTURES)
     flags = {flag: getattr(head, flag) for flag in _FLAGS}
     layer, taps = _layer(head), list(head.taps)
     sizes = {
@@ -199,7 +150,7 @@ def to_dict(
     elif dialect == "midlayer":
         # Left out if false: SpecForge up to 0.2.0 runs no final norm at all where
         # `norm_output` is stated as false.
-        shares = {_SHARES: head.shares_head}
+        shares = {_SHARES: head.shares_head and not head.is_parallel}
         own |= {"mask_token_id": head.mask_token_id, **flags, **shares, **sizes}
         own = {key: None if value is False else value for key, value in own.items()}
         # SGLang and vLLM read the list in here, llama.cpp the one beside it.
@@ -247,8 +198,9 @@ def _parts(
 
 
 FAMILY = head_files.Family(
-    read_config=read_config,
-    check_config=check_config,
+    dialects=DIALECTS,
+    whole=WHOLE,
+    from_dict=_from_dict,
     to_dict=to_dict,
     names=_parts,
     copies=("speculators", "deepspec"),

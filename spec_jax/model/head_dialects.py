@@ -7,20 +7,12 @@ has are in `eagle3_files` and `block_dialects`.
 import dataclasses
 import pathlib
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from spec_jax.model import (
-    block_params,
-    checkpoint_files as files,
-    config as config_lib,
-    eagle3_params,
-    families,
-)
+from spec_jax.model import checkpoint_files as files, config as config_lib, families
 
 
-_Config = TypeVar("_Config", eagle3_params.Eagle3Config, block_params.BlockConfig)
-_Dialect = TypeVar("_Dialect")
 _Value = TypeVar("_Value", int, bool)
 _BIASES = ("bias", "qkv_bias", "attention_bias", "mlp_bias")
 
@@ -75,36 +67,6 @@ def speculators_config(algorithm: str, num_drafts: int, origin: Origin) -> dict:
     }
 
 
-def read_config(
-    from_dict: Callable[
-        [dict[str, Any], config_lib.ModelConfig, str], tuple[_Dialect, _Config]
-    ],
-    path: pathlib.Path,
-    target: config_lib.ModelConfig,
-    *,
-    dtype: str | None = None,
-) -> tuple[_Dialect, _Config]:
-    """Reads a head's config and checks that it is of a head for `target`.
-
-    Args:
-      from_dict: of the family: takes what the file holds, the target and the dtype.
-      target: the model that the head is for: which features are read may follow from
-        its layers.
-      dtype: of the weights; the target's if None.
-
-    Raises:
-      CheckpointError: the file cannot be read, is of an unknown dialect, asks for what
-        is not supported, or is of a head for another target.
-    """
-    raw = read_object(path)
-    try:
-        dialect, config = from_dict(raw, target, dtype or target.dtype)
-        config.validate().check_target(target)
-    except ValueError as error:
-        raise files.CheckpointError(f"{path}: {error}") from None
-    return dialect, config
-
-
 def read_object(path: pathlib.Path) -> dict[str, Any]:
     """Returns the JSON object that a file holds; raises `CheckpointError`."""
     try:
@@ -140,6 +102,13 @@ def dialect_of(
             f"{TYPE}={reprlib.repr(found)} with architectures={[name]}, of type {kind}"
         )
     return dialect, kind
+
+
+def architecture_of(dialect: str, kind: str, known: Mapping[str, Architecture]) -> str:
+    """Returns the architecture that is written for a kind of head: the first that a
+    dialect has for it, or for any where it has none."""
+    names = [name for name, (_, *found) in known.items() if dialect in found]
+    return next((name for name in names if known[name][0] == kind), names[0])
 
 
 def value(
@@ -293,16 +262,10 @@ def windows(
 
 
 def window_keys(sizes: Sequence[int]) -> dict[str, Any]:
-    """Returns the keys from which `windows` reads the windows of all layers back.
-
-    Raises:
-      ValueError: layers of different windows.
-    """
-    kinds = [_KINDS[size > 0] for size in sizes]
-    found = sorted({size for size in sizes if size})
-    if len(found) > 1:
-        raise ValueError(f"windows of {found} keys: a config states one of all layers")
-    used = {"sliding_window": found[0], "use_sliding_window": True} if found else {}
+    """Returns the keys from which `windows` reads the windows of all layers back, which
+    are of one size."""
+    window, kinds = max(sizes), [_KINDS[size > 0] for size in sizes]
+    used = {"sliding_window": window, "use_sliding_window": True} if window else {}
     return {"layer_types": kinds} | used
 
 
@@ -315,9 +278,3 @@ def layer_ids(key: str, ids: Any, *, shift: int) -> tuple[int, ...]:
     if not isinstance(ids, list) or not all(type(number) is int for number in ids):
         raise ValueError(f"{key}={reprlib.repr(ids)} must be a list of layers")
     return tuple(number + shift for number in ids)
-
-
-def check_name(dialect: str, known: Collection[str]) -> None:
-    """Raises `ValueError` unless a dialect is one of the known ones."""
-    if dialect not in known:
-        raise ValueError(f"{dialect=} is not one of {', '.join(known)}")

@@ -6,7 +6,6 @@ and output projection, and tables of a draft vocabulary. Tensors are `[out, in]`
 """
 
 import dataclasses
-import functools
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -58,8 +57,11 @@ class Family:
     """Published folders of a family of heads.
 
     Attributes:
-      read_config: reads a `config.json`, see `head_dialects.read_config`.
-      check_config: takes a config and a dialect; passes if that can describe the head.
+      dialects: the names of the formats.
+      whole: dialects whose heads draft the target's whole vocabulary.
+      from_dict: takes what a `config.json` holds, the target, from whose layers may
+        follow which features are read, and the dtype of the weights; returns the
+        dialect and the config, or raises `ValueError`.
       to_dict: takes a config, a dialect and an `Origin`; returns the `config.json`.
       names: takes a config, a dialect and the shapes of what is in files; returns a
         tree of `params.Parts`.
@@ -69,13 +71,60 @@ class Family:
       zeros: fields that are zero where files lack them.
     """
 
-    read_config: Callable[..., tuple[str, Any]]
-    check_config: Callable[[Any, Any], None]
+    dialects: tuple[str, ...]
+    whole: tuple[str, ...]
+    from_dict: Callable[[dict[str, Any], config_lib.ModelConfig, str], tuple[str, Any]]
     to_dict: Callable[..., dict[str, Any]]
     names: Callable[[Any, str, Any], Any]
     copies: tuple[str, ...]
     is_targets: bool = False
     zeros: tuple[str, ...] = ()
+
+    def read_config(
+        self,
+        path: pathlib.Path,
+        target: config_lib.ModelConfig,
+        *,
+        dtype: str | None = None,
+    ) -> tuple[str, Any]:
+        """Reads the dialect and the config of a head for `target`; `dtype` as `load`.
+
+        Raises:
+          CheckpointError: the file cannot be read, is of an unknown dialect, asks for
+            what is not supported, or is of a head for another target.
+        """
+        raw = head_dialects.read_object(path)
+        try:
+            dialect, config = self.from_dict(raw, target, dtype or target.dtype)
+            self.check_config(config, dialect, target)
+        except ValueError as error:
+            raise files.CheckpointError(f"{path}: {error}") from None
+        return dialect, config
+
+    def check_config(
+        self, config: Any, dialect: str, target: config_lib.ModelConfig
+    ) -> None:
+        """Passes if a head can be run with a target, and a dialect can describe it: if
+        what is written is read back as the same. Each file that is read passes.
+
+        Raises:
+          ValueError: it cannot, or there is no such dialect.
+        """
+        if dialect not in self.dialects:
+            raise ValueError(f"{dialect=} is not one of {', '.join(self.dialects)}")
+        config.validate().check_target(target)
+        raw = self.to_dict(config, dialect, head_dialects.Origin(target=target))
+        try:
+            _, found = self.from_dict(raw, target, config.layer.dtype)
+        except ValueError as error:
+            raise ValueError(f"{dialect} has no such heads: {error}") from None
+        ours, theirs = vars(config), vars(found)
+        others = [f"{name}={x!r}" for name, x in ours.items() if x != theirs[name]]
+        if others:
+            raise ValueError(
+                f"{dialect} has no heads with {', '.join(others)}; choose another of "
+                f"{', '.join(self.dialects)}"
+            )
 
     def tensors(self, config: Any, dialect: str, *, embed: bool, lm_head: bool) -> Any:
         """Returns a tree of `params.Parts`: the tensors that arrays are made of.
@@ -111,7 +160,7 @@ class Family:
           weights: with `impl`, a form to which products' matrices are rounded.
 
         Raises:
-          CheckpointError: as `head_dialects.read_config`; a tensor that is missing,
+          CheckpointError: as `read_config`; a tensor that is missing,
             unknown, of another shape or not finite; a draft vocabulary that contradicts
             itself; copies that are not the target's.
           ValueError: another dtype than the target's, where that is shared.
@@ -179,7 +228,7 @@ class Family:
           ValueError: no such dialect, or a head that it cannot describe.
           CheckpointError: the files cannot be written.
         """
-        self.check_config(config, dialect)
+        self.check_config(config, dialect, origin.target)
         has_copies = copies and dialect in self.copies
         names = self.tensors(config, dialect, embed=has_copies, lm_head=has_copies)
         shared = ("hot", "embed", "lm_head")
@@ -208,9 +257,7 @@ def _find(folder: pathlib.Path, dialect: str) -> dict[str, files.Entry]:
             "not supported"
         )
     dtypes = files.DTYPES | files.WHOLE_DTYPES
-    has_safetensors = any(
-        (folder / name).exists() for name in (files.SINGLE_FILE, files.INDEX_FILE)
-    )
+    has_safetensors = any(folder.glob(f"{files.SINGLE_FILE}*"))
     if not has_safetensors and (folder / PICKLED).exists():
         raise files.CheckpointError(
             f"{folder}: {PICKLED} is a pickle, which is not read; in that folder run "
@@ -225,11 +272,7 @@ def _check_entries(
     folder: pathlib.Path, entries: Mapping[str, files.Entry], names: Any, config: Any
 ) -> None:
     """Raises `CheckpointError` unless every tensor of a head is there, in its shape and
-    kind, and no other.
-
-    Args:
-      names: a tree of `params.Parts`.
-    """
+    kind, and no other; `names` is a tree of `params.Parts`."""
     expected = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
     V, Vd = config.layer.vocab_size, config.draft_vocab_size
     tables = {_TO_TARGET: (Vd,), _IS_KEPT: (V,)}
@@ -257,13 +300,8 @@ def _check_entries(
 def _read_hot(
     folder: pathlib.Path, entries: Mapping[str, files.Entry], config: Any
 ) -> jax.Array | None:
-    """Returns the target's token of each draft token, from the offsets that files hold.
-
-    None where they are the same.
-
-    Raises:
-      CheckpointError: tables that contradict themselves.
-    """
+    """Returns the target's token of each draft token, from the offsets that files hold;
+    None where they are the same."""
     if _TO_TARGET not in entries:
         return None
     V, Vd = config.layer.vocab_size, config.draft_vocab_size
@@ -299,12 +337,7 @@ def _pending_hot(hot: np.ndarray, vocab_size: int) -> list[files.Pending]:
     is_kept[hot] = True
     offsets = hot.astype(np.int64) - np.arange(len(hot))
     return [
-        files.Pending(
-            name=name,
-            dtype=table.dtype,
-            shape=table.shape,
-            fetch=functools.partial(np.asarray, table),
-        )
+        files.Pending(name=name, dtype=table.dtype, shape=table.shape, fetch=table.copy)
         for name, table in ((_TO_TARGET, offsets), (_IS_KEPT, is_kept))
     ]
 
@@ -320,9 +353,6 @@ def _of_target(
 
     Args:
       must_match: whether a tensor in the place of the target's embedding is a copy.
-
-    Raises:
-      CheckpointError: copies that are not the target's.
     """
     given, embed, lm_head = {}, target_params.embed, target_params.head
     for field, name, ours, is_bound in (

@@ -210,15 +210,7 @@ def to_bytes(params: Any, form: str = "q8_0") -> Any:
 
     The config of such a model has it as its `weights`.
     """
-
-    def one(path: Any, leaf: weights.Weight) -> weights.Weight:
-        wanted = form_of(path, leaf, form)
-        if wanted == "dense" or weights.is_bytes(leaf):
-            return leaf
-        return weights.to_bytes(leaf, wanted)
-
-    is_leaf = weights.is_weight
-    return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_leaf)
+    return prepare_matrices(params, "xla", form=form)
 
 
 def map_matrices(function: Callable, params: Any) -> Any:

@@ -19,7 +19,6 @@ from spec_jax import regular_files
 from spec_jax.model import chat_template, config as config_lib, hub, stop_texts
 
 
-_END_OF_TEXT = "<|endoftext|>"
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 OLD_FILES = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 """Files that would contradict those of `Tokenizer.to_files`."""
@@ -379,9 +378,8 @@ def _stop_ids(
     folder: pathlib.Path, backend: tokenizers.Tokenizer, eos_token: str | None
 ) -> tuple[int, ...]:
     """Returns the stop ids of the first source, in the order that `load` lists."""
-    config = _read_json(folder / "config.json") or {}
     # A model may have more entries than its tokenizer, and its config says how many.
-    size = config.get("vocab_size")
+    size = (_read_json(folder / "config.json") or {}).get("vocab_size")
     if type(size) is not int:
         size = backend.get_vocab_size(with_added_tokens=True)
     for name in ("generation_config.json", "config.json"):
@@ -394,7 +392,7 @@ def _stop_ids(
             raise ValueError(f"{folder / name}: {error}") from None
         ids = stated if isinstance(stated, list) else [stated]
         return tuple(dict.fromkeys(ids))
-    for token in (eos_token, _END_OF_TEXT):
+    for token in (eos_token, "<|endoftext|>"):
         token_id = None if token is None else backend.token_to_id(token)
         if token_id is not None:
             return (token_id,)

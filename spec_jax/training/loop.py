@@ -130,18 +130,13 @@ def held_out(
     order = np.argsort(-data.columns, kind="stable")  # Little padding.
     for start in range(0, len(data) - batch_size + 1, batch_size):
         rows = order[start : start + batch_size]
-        inputs = _drawn(data[rows], rows, None, draw)
+        inputs = data[rows] if draw is None else draw(data[rows], rows, None)
         parts.append(jax.device_get(measure(params, inputs, teacher)))
     sums = {name: np.sum([x[name] for x in parts], 0, float) for name in parts[0]}
     return {
         name: float(x) / float(n) if n else float("nan")
         for name, (x, n) in sums.items()
     }
-
-
-def _drawn(batch, rows, step, draw):
-    """Returns a batch with what a step draws anew."""
-    return batch if draw is None else draw(batch, rows, step)
 
 
 def value_and_grad(
@@ -266,7 +261,7 @@ def run(
                     unit=recipe.part_size * (1 if mesh is None else mesh.size),
                     is_counted=draw is not None,
                 )
-                batch = _drawn(data[rows], rows, step, draw)
+                batch = data[rows] if draw is None else draw(data[rows], rows, step)
                 state, row = _timed_step(recipe, state, batch, teacher, loss, mesh)
                 done = step + 1
                 if done == recipe.steps or done % recipe.eval_every == 0:

@@ -9,8 +9,6 @@ from model import head_layouts as layouts
 from model.head_layouts import CASES, DFLASH, EAGLE, ORIGIN, TARGET, with_heads
 
 from spec_jax.model import (
-    block_dialects,
-    block_files,
     block_params,
     checkpoint_files as files,
     config as config_lib,
@@ -25,16 +23,14 @@ def nested(**changes):
 
 def to_dict(config, dialect, origin=ORIGIN):
     """Returns the object that `config.json` holds."""
-    kind = block_files if layouts.is_block(config) else eagle3_files
-    return kind.to_dict(config, dialect, origin)
+    return layouts.files_of(config).to_dict(config, dialect, origin)
 
 
 def read(folder, raw, config=DFLASH):
     """Reads a config of the kind of `config` from a file that holds this object."""
     path = folder / "config.json"
     path.write_text(json.dumps(raw))
-    kind = block_dialects if layouts.is_block(config) else eagle3_files
-    return kind.read_config(path, TARGET)[1]
+    return layouts.files_of(config).FAMILY.read_config(path, TARGET)[1]
 
 
 def changed(raw, change):
@@ -64,14 +60,14 @@ BAD_CONFIGS = [
     ("z-lab", nested(output_multiplier=0), "output_multiplier=0 is not supported"),
     ("z-lab", nested(surprise=1), "surprise=1 is not supported"),
     ("z-lab", nested(markov_rank=8, markov_head_type="vanilla"),
-     "z-lab's layout is of DF"),
+     "z-lab has no heads with head='vanilla', markov_rank=8; choose another of z-lab"),
     ("z-lab", nested(conv_kernel_size=2), "conv_kernel_size=2 and conv_group_size=0"),
     ("dflash2", nested(conv_kernel_size=3), "convolutions have 2 taps"),
     ("dflash2", nested(conv_group_size=7), "conv_group_size=7 must divide the width"),
     ("dflash2", nested(selector_top_k=97), "selector_top_k=97 with head='selector' of"),
     ("dflash2", nested(selector_rank=None), "without selector_rank: state it"),
     ("dflash2", nested(markov_rank=8), "a drafter has one head"),
-    ("dflash2", nested(enable_confidence_head=True), "DFlash2 has no confidences"),
+    ("dflash2", nested(enable_confidence_head=True), "no heads with has_confidence=Tr"),
     ("z-lab", nested(selector_rank=8, selector_top_k=5), "published together"),
     ("speculators dflash2", {"speculators_model_type": "dflash"}, "of type dflash2"),
     ("z-lab", nested(block_size=5), "block_size=4, and in dflash_config 5"),
@@ -108,7 +104,10 @@ BAD_CONFIGS = [
      "markov_rank=-1: a head has a rank of at least 1"),
     ("deepspec", {"enable_confidence_head": "yes"},
      "enable_confidence_head='yes' must be true or false"),
-    ("deepspec", {"sample_from_anchor": False}, "deepspec's slots are anchor-first"),
+    ("deepspec", {"sample_from_anchor": False}, "deepspec has no heads with slots='fi"),
+    ("deepspec", {"markov_rank": 0, "conv_kernel_size": 2, "conv_group_size": 16} |
+     {"selector_rank": 8, "selector_top_k": 5, "enable_confidence_head": False},
+     "deepspec has no such heads: markov_head_type='selector' is not one of"),
     ("speculators", {"sample_from_anchor": ...},
      "no sample_from_anchor, and both kinds"),
     ("speculators", {"query_zero_predicts_next": True}, "contradict each other"),
@@ -138,6 +137,9 @@ BAD_CONFIGS = [
     ("midlayer", {"rope_is_neox_style": False}, "rope_is_neox_style=False is not"),
     ("midlayer", {"num_hidden_layers": 2}, "num_hidden_layers=2: only"),
     ("midlayer", {"load_lm_head_from_target": 1}, "from_target=1 must be"),
+    ("speculators eagle3", {"load_lm_head_from_target": True},
+     "speculators has no heads with shares_head=True"),
+    ("deepspec eagle3", {"fc_norm": True}, "deepspec has no heads with fc_norm=True"),
     ("midlayer", {"fc_norm": "yes"}, "fc_norm='yes' must be true or false"),
     ("midlayer", {AUX: [2, 4, 3]},
      r"\[2, 4, 3\], and in eagle_config \[.*\]: remove the wrong one"),
@@ -332,14 +334,16 @@ def test_taps_are_where_each_reader_looks():
 WHOLE = {"has_head_norms": True, "draft_vocab_size": 96}
 UNSAID = [
     (EAGLE, "other", {}, "dialect='other' is not one of midlayer, speculators, deep"),
-    (EAGLE, "midlayer", {"has_head_norms": True}, "not of midlayer"),
-    (EAGLE, "deepspec", {}, "deepspec has norms of queries and keys"),
-    (EAGLE, "deepspec", {"has_head_norms": True}, "deepspec has the whole vocabulary"),
-    (EAGLE, "deepspec", WHOLE | {"target_hidden_size": 40},
-     "a head of width 48 for a target of width 40: deepspec's have the"),
-    (EAGLE, "deepspec", {"mask_token_id": 3}, "deepspec has no parallel heads"),
-    (EAGLE, "speculators", {"shares_head": True}, "own one: of midlayer alone"),
-    (EAGLE, "midlayer", {"shares_head": True, "mask_token_id": 3}, "no parallel heads"),
+    (EAGLE, "midlayer", {"has_head_norms": True}, "no heads with has_head_norms=True"),
+    (EAGLE, "deepspec", {}, "draft_vocab_size=32, has_head_norms=False; choose"),
+    (EAGLE, "deepspec", {"mask_token_id": 3}, "mask_token_id=3"),
+    (EAGLE, "speculators", {"shares_head": True}, "no heads with shares_head=True"),
+    (EAGLE, "midlayer", {"shares_head": True, "mask_token_id": 3}, "shares_head=True"),
+    (EAGLE, "midlayer", {"layer": dataclasses.replace(EAGLE.layer, hidden_size=40)}
+     | {"target_hidden_size": 40}, "features of width 40 .* the target has 48"),
+    (dataclasses.replace(EAGLE, **WHOLE), "deepspec",
+     {"layer": dataclasses.replace(EAGLE.layer, hidden_size=40)},
+     "no heads with target_hidden_size=48"),
     (EAGLE, "midlayer", {"shares_head": True, "target_hidden_size": 40},
      "width 48 for a target of width 40 cannot share"),
     (DFLASH, "z-lab", {"slots": "anchor"}, "slots='anchor' is not one of fill-in"),
@@ -347,14 +351,13 @@ UNSAID = [
     (DFLASH, "z-lab", {"draft_vocab_size": 97}, "draft_vocab_size=97 must be from 1"),
     (DFLASH, "z-lab", {"head": "rnn"}, "head='rnn' with markov_rank=0"),
     (DFLASH, "z-lab", {"confidence_with_markov": True}, "no head that embeds the toke"),
-    (layouts.seeing(window=6, is_causal=True), "speculators", {},
-     "counted from each row: speculators'"),
-    (layouts.seeing(window=6, from_anchor=True), "z-lab", {},
-     "counted from the anchor: speculators'"),
-    (layouts.seeing(is_causal=True), "speculators", {},
-     "speculators has no word for it; choose z-lab"),
-    (layouts.seeing(is_causal=True, rest="all"), "z-lab", {},
-     r"causal layers \[True, False\] of windows \[0, 0\]"),
+    (layouts.seeing(window=6, is_causal=True), "speculators", {}, "from_anchor=False"),
+    (layouts.seeing(window=6, from_anchor=True), "z-lab", {}, "from_anchor=True"),
+    (layouts.seeing(is_causal=True), "speculators", {}, "is_causal=True"),
+    (layouts.seeing(is_causal=True, rest="all"), "z-lab", {}, "is_causal=True"),
+    (layouts.seeing(window=6), "z-lab", {"attention": (SLIDES, SLIDES_BY_DEFAULT)},
+     "attention="),
+    (layouts.DFLASH2, "specforge", {}, "specforge has no such heads: markov_head_type"),
 ]  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def test_a_published_parallel_head_of_8b(tmp_path):
     )
     path = tmp_path / "config.json"
     path.write_text(json.dumps(raw))
-    dialect, config = eagle3_files.read_config(path, target)
+    dialect, config = eagle3_files.FAMILY.read_config(path, target)
     assert (dialect, config.taps) == ("midlayer", (2, 18, 33))
     names = eagle3_files.FAMILY.tensors(config, dialect, embed=True, lm_head=True)
     shapes = dict(part for leaf in jax.tree.leaves(names) for part in leaf.parts)
@@ -126,7 +126,7 @@ def test_a_published_parallel_head_of_8b(tmp_path):
     origin = dataclasses.replace(layouts.ORIGIN, target=target)
     raw = eagle3_files.to_dict(config, "speculators", origin)
     path.write_text(json.dumps(raw))
-    assert eagle3_files.read_config(path, target) == ("speculators", config)
+    assert eagle3_files.FAMILY.read_config(path, target) == ("speculators", config)
 
 
 def test_an_embedding_of_its_own_is_kept(tmp_path):

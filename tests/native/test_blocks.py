@@ -69,8 +69,10 @@ def test_blocks_of_four_bits_are_widened(rng):
         np.testing.assert_array_equal(widened[:4, 0], rounded[:4, 0])
     widened, rounded = (np.square(x[4:]).mean() for x in errors)
     assert widened < rounded / 4 and np.isnan(ways[0][1][3, 0])
-    _, errors = both(-8 * scales)
-    assert not errors[0][4:].any() and errors[1][4:].any()
+    scales[3, 0] = 2.0**-24
+    (widened, _), errors = both(-8 * scales)
+    assert not errors[0].any() and errors[1].any()
+    np.testing.assert_array_equal(widened[1], scales)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
