@@ -87,7 +87,6 @@ def _cut(slots, kv, slot, length):
     return slots.truncate(kv, jnp.zeros_like(kv.length) + length, asked=is_slot)
 
 
-@compilation.one_kernel
 def windows(
     text: Int[Array, "B max_len"], starts: Int[Array, " B"], size: int
 ) -> Int[Array, "B size"]:

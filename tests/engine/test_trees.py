@@ -240,15 +240,6 @@ def test_tokens_are_those_of_decoding_at_each_budget(rows, impl):
         assert np.asarray(slots.kept_by_rank)[:, 63:].sum() > 0
 
 
-@pytest.mark.slow
-def test_one_sequence():
-    """Fails if XLA aborts the process over columns that nothing reads: those of a lone
-    slot are not packed (`compilation.one_kernel`)."""
-    setting = dataclasses.replace(decoding.setting_of("native"), capacity=400)
-    state = decoding.rounds(of_drafts(setting, WIDEST, 1), WIDE[:1])
-    decoding.assert_as_decoded(setting, state, WIDE[:1])
-
-
 TAPS = (1, 0)  # not in order; of two layers, without the last output
 
 
