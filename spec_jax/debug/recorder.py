@@ -34,10 +34,8 @@ class Recording(pytree.Node):
     """
 
     cache: protocols.Cache  # the wrapped target's
-    fed: jax.Array  # [B, max_len] int32, the token fed at the position
     row: jax.Array  # [B, max_len] int32, its column in its window; 0 is pending
-    chosen: jax.Array  # [B, max_len] int32, the token of highest logit
-    log_prob: jax.Array  # [B, max_len] float32, natural, of that token
+    log_prob: jax.Array  # [B, max_len] float32, natural, of the token of highest logit
     logits_hash: jax.Array  # [B, max_len, 2] uint32, `hash_bits` of all its logits
     constant: jax.Array  # [B, max_len] bool, whether all its logits are equal
     # [B, max_len] int32, the last draft for position `p` itself, kept or not
@@ -84,9 +82,7 @@ class Recorder(target_lib.Target):
         return state.replace(
             cache=Recording(
                 cache=state.cache,
-                fed=full(NONE),
                 row=full(NONE),
-                chosen=full(NONE),
                 log_prob=full(0, dtype=jnp.float32),
                 logits_hash=full(0, 2, dtype=jnp.uint32),
                 constant=full(0, dtype=bool),
@@ -126,7 +122,7 @@ class Recorder(target_lib.Target):
         source = start[:, None] + path
         target = start[:, None] + steps + 1
         # Steps past the kept path get an index past the end, and are dropped.
-        target = jnp.where(steps < num_kept[:, None], target, cache.fed.shape[1])
+        target = jnp.where(steps < num_kept[:, None], target, cache.row.shape[1])
 
         def moved(entries, ahead=0):
             read = entries[slots, source + ahead]
@@ -179,9 +175,7 @@ class Recorder(target_lib.Target):
             at = slot, place
             row = jax.lax.optimization_barrier(verified.logits[i])
             return recording.replace(
-                fed=recording.fed.at[at].set(drafts[slot, column]),
                 row=recording.row.at[at].set(column),
-                chosen=recording.chosen.at[at].set(chosen[i]),
                 log_prob=recording.log_prob.at[at].set(
                     jax.nn.log_softmax(row)[chosen[i]]
                 ),

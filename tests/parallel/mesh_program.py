@@ -184,7 +184,7 @@ def generations(folders, drafter: str, **how) -> tuple[list, int]:
         recorded_runs.evidence_of(lm, PROMPTS, sampling=both, **settings),
         recorded_runs.evidence_of(tree, PROMPTS[:1], **settings),
     ]
-    drafts = [one.decisions.drafted for run in found[1:] for one in run]
+    drafts = [one.drafted for run in found[1:] for one in run]
     hashes = [one.hashes() for run in found for one in run]
     count = sum(int((each != recorder.NONE).sum()) for each in drafts)
     return [hashes, [each.tolist() for each in drafts]], count
