@@ -23,8 +23,7 @@ from spec_jax.paging import cache as paged
 class OfSlots:
     """The base of drafters for slots: it has the properties of `drafter`.
 
-    A subclass has the functions of a `SlotDrafter`, whose types are given there, for
-    `num_slots` sequences.
+    A subclass has the functions of a `protocols.SlotDrafter`.
     """
 
     drafter: Any
