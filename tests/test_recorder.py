@@ -90,18 +90,6 @@ def test_entries_are_of_the_rows_that_decided(plain):
     assert (np.delete(row, at) == recorder.NONE).all()
 
 
-def test_drafts_are_those_of_the_last_round(rounds):
-    """Fails if a position keeps the draft of a round that did not decide it."""
-    slots = decoding.slot_of(rounds[0])
-    drafted = np.asarray(rounds[1].drafted)[0]
-    for at in range(NUM_PROMPT, int(slots.length)):
-        origin, token = Origin(int(slots.origins[at])), slots.tokens[at]
-        if origin == Origin.BONUS:
-            assert drafted[at] == recorder.NONE
-        else:
-            assert (drafted[at] == token) == (origin == Origin.ACCEPTED)
-
-
 def test_the_hash_sees_every_bit(rng):
     """Negative control of "equal hashes": one bit, or the order, changes both words."""
     logits = rng.standard_normal(64).astype(np.float32)
@@ -141,7 +129,6 @@ def make_evidence(**changes) -> evidence.Evidence:
         logits=np.arange(10, dtype=np.uint32).reshape(5, 2),
         row=np.array([0, 1, 2, 0, 1], np.int32),
         constant=np.zeros(5, bool),
-        drafted=np.full(5, -1, np.int32),
         kv=kv,
     )
     return dataclasses.replace(made, **changes)

@@ -36,7 +36,6 @@ class Evidence:
       row: `[T]` int32, their row's number in its window.
       constant: `[T]` bool, whether all these logits were equal; equality of two runs
         then shows nothing.
-      drafted: `[T]` int32, the last draft for each of these tokens, or `recorder.NONE`.
       kv: per layer keys and values of `[0, n-1)` in order, unsigned integers
         `[2, n-1, K, H]`.
       nonfinite: tokens that were chosen from logits that are not finite. Different
@@ -49,7 +48,6 @@ class Evidence:
     logits: np.ndarray
     row: np.ndarray
     constant: np.ndarray
-    drafted: np.ndarray
     kv: Sequence[np.ndarray]
     nonfinite: int = 0
 
@@ -83,16 +81,15 @@ def _of_slot(
 ) -> Evidence:
     """Reads one slot of a run with a recorder."""
     length = int(slots.length[slot])
-    generated, decided = slice(num_prompt, length), slice(num_prompt - 1, length - 1)
+    decided = slice(num_prompt - 1, length - 1)
     of = lambda leaf: np.array(leaf[slot])
     return Evidence(
         num_prompt=num_prompt,
-        tokens=of(slots.tokens)[generated],
+        tokens=of(slots.tokens)[num_prompt:length],
         log_probs=testing.bits(of(recording.log_prob))[decided],
         logits=of(recording.logits_hash)[decided],
         row=of(recording.row)[decided],
         constant=of(recording.constant)[decided],
-        drafted=of(recording.drafted)[generated],
         kv=committed_kv(recording.cache, length - 1, slot=slot),
         nonfinite=int(slots.num_nonfinite[slot]),
     )
