@@ -3,26 +3,17 @@
 On a GPU, XLA by default times several ways to compile a fusion and takes the fastest:
 two processes, or two programs with the same fusion, may then round differently. Exact
 programs are compiled without this autotuning.
-
-On a CPU each operation that XLA does not fuse is a kernel: to compile a kernel takes
-about ten milliseconds, and to start one as long as about a hundred additions.
-`one_kernel` compiles a function of a few integers to one kernel.
 """
 
-import contextlib
 import functools
 import inspect
 import os
 import pathlib
 import re
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.experimental import xla_metadata
-from jax.extend import core
 
 
 UNSAFE_COMMANDS = ("WHILE", "CONDITIONAL")
@@ -138,144 +129,6 @@ def jit(function: Callable, **how: Any) -> Jitted:
 def _is_deleted(leaf: Any) -> bool:
     is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer)
     return is_array and leaf.is_deleted()
-
-
-# Operations that XLA can compile in `one_kernel`: no scatters, sorts or calls of other
-# kernels. Loops and branches with a value that nothing reads crash the process.
-_TAKEN = frozenset(
-    """
-    add and argmax argmin broadcast_in_dim clamp concatenate convert_element_type
-    cumprod cumsum div dynamic_slice dynamic_update_slice eq gather ge gt iota
-    is_finite jit le lt max min mul ne neg not or pad pjit reduce_and reduce_max
-    reduce_min reduce_or reduce_sum rem reshape rev select_n sign slice split squeeze
-    sub transpose xor
-    """.split()
-)
-# The operations allowed on floats: arithmetic might be contracted, and round once less.
-_MOVES = frozenset(
-    """
-    broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather jit pad pjit
-    reshape rev select_n slice split squeeze transpose
-    """.split()
-)
-_MARKS = {"inlineable": "false", "xla_cpu_small_call": "true"}
-_SMALL = 256  # elements; the widest window has as many columns
-_tracing = threading.local()
-
-
-def one_kernel(function: Callable) -> Callable:
-    """Has XLA compile a function to one kernel on a CPU: bookkeeping of integers.
-
-    Values stay the same. The function is called as it is on other platforms, outside of
-    a trace, and if it needs an operation that such a kernel lacks (a scatter, a sum of
-    floats). Arrays that it returns unchanged or never reads, such as a cache's pages,
-    stay outside of the kernel. A decorated function that it calls joins its kernel.
-
-    Args:
-      function: of pytrees, whose leaves are static unless they are `jax.Array`s. If it
-        reads an array of more than 256 elements and returns one of the same shape and
-        dtype, the returned array must depend on the one read.
-    """
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        """Calls the function; as one kernel if traced, and not within another one."""
-        leaves, structure = jax.tree.flatten((args, kwargs))
-        if getattr(_tracing, "one_kernel", False) or not _is_traced(leaves):
-            return function(*args, **kwargs)
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-
-        def of_arrays(*values):
-            given = dict(enumerate(leaves)) | dict(zip(places, values, strict=True))
-            args, kwargs = jax.tree.unflatten(structure, given.values())
-            return function(*args, **kwargs)
-
-        arrays = [leaves[i] for i in places]
-        with _within_one_kernel():
-            closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
-        if not _primitives(closed.jaxpr) <= _TAKEN:
-            return function(*args, **kwargs)
-        return jax.tree.unflatten(jax.tree.structure(shapes), _run(closed, arrays))
-
-    return call
-
-
-def _run(closed: core.ClosedJaxpr, arrays: list[jax.Array]) -> list[Any]:
-    """Returns a traced function's results for arrays; on a CPU by one kernel."""
-    jaxpr = closed.jaxpr
-    inputs = [*jaxpr.constvars, *jaxpr.invars]
-    known = dict(zip(inputs, [*closed.consts, *arrays], strict=True))
-    made = {v for eqn in jaxpr.eqns for v in eqn.outvars}
-    asked = list(dict.fromkeys(v for v in jaxpr.outvars if _is_in(v, made)))
-    read = [v for eqn in jaxpr.eqns for v in eqn.invars if _is_in(v, known)]
-    read = list(dict.fromkeys(read))
-
-    def compute(*values):
-        now = known | dict(zip(read, values, strict=True))
-        whole = core.ClosedJaxpr(jaxpr, [now[v] for v in jaxpr.constvars])
-        outputs = core.jaxpr_as_fun(whole)(*(now[v] for v in jaxpr.invars))
-        by_place = zip(jaxpr.outvars, outputs, strict=True)
-        found = {v: output for v, output in by_place if _is_in(v, made)}
-        return [found[v] for v in asked]
-
-    def as_one(*values):
-        """Computes the results that were `asked` in a kernel of its own."""
-
-        def run(*values):
-            with xla_metadata.set_xla_metadata(**dict.fromkeys(_MARKS)):
-                results = compute(*values)
-            # XLA's compiler crashes on an argument that nothing reads, which constant
-            # folding may bring about: arguments are returned, and so are read. A large
-            # array that is changed in place is not: it would be copied.
-            changed = {_kind(result) for result in results}
-            kept = [v for v in values if v.size <= _SMALL or _kind(v) not in changed]
-            return results, jax.lax.optimization_barrier(kept)
-
-        with xla_metadata.set_xla_metadata(**_MARKS):
-            returned = jax.jit(run)(*values)
-        return jax.lax.optimization_barrier(returned)[0]  # Keeps all results alive.
-
-    found = dict(known)
-    if asked:
-        values = (known[v] for v in read)
-        results = jax.lax.platform_dependent(*values, cpu=as_one, default=compute)
-        found |= zip(asked, results, strict=True)
-    return [v.val if isinstance(v, core.Literal) else found[v] for v in jaxpr.outvars]
-
-
-def _is_in(variable: Any, variables: Any) -> bool:
-    """Returns whether a variable is in a set; unhashable literals never are."""
-    return not isinstance(variable, core.Literal) and variable in variables
-
-
-def _kind(value: jax.Array) -> tuple[Any, ...]:
-    return value.shape, value.dtype
-
-
-def _primitives(jaxpr: core.Jaxpr) -> set[str]:
-    """Returns the primitives of a traced function and of all that it calls, by name; a
-    name that is not in `_MOVES` gets the suffix " of floats" if its results are."""
-    names = set()
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        floats = [v for v in eqn.outvars if _is_float(v)]
-        names.add(f"{name} of floats" if floats and name not in _MOVES else name)
-        for inner in core.jaxprs_in_params(eqn.params):
-            names |= _primitives(inner)
-    return names
-
-
-def _is_float(variable: Any) -> bool:
-    return jnp.issubdtype(variable.aval.dtype, jnp.inexact)
-
-
-@contextlib.contextmanager
-def _within_one_kernel() -> Iterator[None]:
-    _tracing.one_kernel = True
-    try:
-        yield
-    finally:
-        _tracing.one_kernel = False
 
 
 def _is_traced(values: Any) -> bool:

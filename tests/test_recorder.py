@@ -1,5 +1,7 @@
 """The recorder, which changes no bit of what it watches, and comparing evidence."""
 
+import dataclasses
+
 import decoding
 import jax
 import jax.numpy as jnp
@@ -32,7 +34,7 @@ def run_scripted(target, asks, *, wrong=None):
 def decided(recording, length, *, slot=0):
     """Returns entries of the rows that decided the generated tokens, as integers."""
     at = slice(NUM_PROMPT - 1, int(length) - 1)
-    names = ("fed", "chosen", "log_prob", "logits_hash", "constant")
+    names = ("log_prob", "logits_hash", "constant")
     return {n: bits(np.asarray(getattr(recording, n)))[slot, at] for n in names}
 
 
@@ -79,28 +81,13 @@ def test_rounds_record_what_decoding_does(plain, rounds):
     assert int(rounds[0].slots.num_rounds[2]) < 40
 
 
-def test_entries_are_of_the_logits(plain):
-    """Fails if an entry is not of its own position, as the tokens of the text tell."""
+def test_entries_are_of_the_rows_that_decided(plain):
+    """Fails if an entry is not of its own position: others are as they were made."""
     state, recording = plain
-    recording = jax.tree.map(lambda leaf: leaf[0], recording.replace(cache=None))
-    tokens = np.asarray(state.tokens)
+    row, constant = np.asarray(recording.row[0]), np.asarray(recording.constant[0])
     at = np.arange(NUM_PROMPT - 1, int(state.length) - 1)
-    assert np.array_equal(np.asarray(recording.fed)[at], tokens[at])
-    assert np.array_equal(np.asarray(recording.chosen)[at], tokens[at + 1])
-    assert not np.asarray(recording.constant)[at].any()
-    assert (np.asarray(recording.fed)[: NUM_PROMPT - 1] == recorder.NONE).all()
-
-
-def test_drafts_are_those_of_the_last_round(rounds):
-    """Fails if a position keeps the draft of a round that did not decide it."""
-    slots = decoding.slot_of(rounds[0])
-    drafted = np.asarray(rounds[1].drafted)[0]
-    for at in range(NUM_PROMPT, int(slots.length)):
-        origin, token = Origin(int(slots.origins[at])), slots.tokens[at]
-        if origin == Origin.BONUS:
-            assert drafted[at] == recorder.NONE
-        else:
-            assert (drafted[at] == token) == (origin == Origin.ACCEPTED)
+    assert not row[at].any() and not constant[at].any()
+    assert (np.delete(row, at) == recorder.NONE).all()
 
 
 def test_the_hash_sees_every_bit(rng):
@@ -135,16 +122,16 @@ def make_evidence(**changes) -> evidence.Evidence:
     """Returns evidence of three prompt tokens and five generated, in two layers."""
     rng = np.random.default_rng(3)
     kv = [rng.integers(0, 99, (2, 7, 1, 4), np.uint16) for _ in range(2)]
-    decisions = evidence.Decisions(
+    made = evidence.Evidence(
+        num_prompt=3,
+        tokens=np.arange(5, dtype=np.int32),
         log_probs=np.arange(5, dtype=np.uint32),
         logits=np.arange(10, dtype=np.uint32).reshape(5, 2),
         row=np.array([0, 1, 2, 0, 1], np.int32),
         constant=np.zeros(5, bool),
-        drafted=np.full(5, -1, np.int32),
+        kv=kv,
     )
-    tokens = np.arange(5, dtype=np.int32)
-    fields = {"num_prompt": 3, "tokens": tokens, "kv": kv, "decisions": decisions}
-    return evidence.Evidence(**(fields | changes))
+    return dataclasses.replace(made, **changes)
 
 
 def with_change(name: str, at, value) -> evidence.Evidence:
@@ -152,7 +139,7 @@ def with_change(name: str, at, value) -> evidence.Evidence:
     if name == "kv":
         made.kv[at[0]][at[1:]] = value
     else:
-        getattr(made if name == "tokens" else made.decisions, name)[at] = value
+        getattr(made, name)[at] = value
     return made
 
 
@@ -179,8 +166,8 @@ def test_differences_are_located(wrong, expected):
 def test_nothing_is_compared_past_another_token():
     """Fails if logits or K/V after another token count: they hide where it began."""
     wrong = with_change("tokens", 1, 77)
-    wrong.decisions.log_probs[2:] += 1
-    wrong.decisions.logits[2:] += 1
+    wrong.log_probs[2:] += 1
+    wrong.logits[2:] += 1
     for layer in wrong.kv:
         layer[:, 4:] += 1
     (found,) = evidence.compare(make_evidence(), wrong)

@@ -88,7 +88,7 @@ def test_they_are_those_of_the_rows_that_decided(lm):
     (seen,) = recorded_runs.evidence_of(lm, [PROMPTS[0]], **settings)
     (found,) = sj.generate(lm, [PROMPTS[0]], log_probs=True, **settings)
     assert found.tokens == list(seen.tokens)
-    testing.assert_same_bits(found.log_probs.view(np.uint32), seen.decisions.log_probs)
+    testing.assert_same_bits(found.log_probs.view(np.uint32), seen.log_probs)
 
 
 def test_they_are_of_distributions(lm):

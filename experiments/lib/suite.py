@@ -255,7 +255,7 @@ def _row(
         "tokens": len(spec.tokens),
         **counts,
         "nonfinite_logits": max(plain.nonfinite, spec.nonfinite),
-        "constant_logits": int(plain.decisions.constant.sum()),
+        "constant_logits": int(plain.constant.sum()),
         "differences": [one.to_row() for one in evidence.compare(plain, spec)],
         "plain_sha256": plain.hashes(),
         "spec_sha256": spec.hashes(),

@@ -22,59 +22,39 @@ WHATS = ("tokens", "log_probs", "logits", "kv")
 probable one where it was drawn; a hash of all logits that it was chosen by; committed
 keys and values of all layers."""
 
-NOT_COMPARED = "not compared"
-"""Stands for a hash of a run without a recorder."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Decisions:
-    """A recorder's view of the rows that decided the `T` generated tokens.
-
-    Attributes:
-      log_probs: `[T]` uint32, the bits of the log-probability of the token of highest
-        logit: the generated one, unless that was drawn.
-      logits: `[T, 2]` uint32, `recorder.hash_bits` of the logits.
-      row: `[T]` int32, the row's number in its window.
-      constant: `[T]` bool, whether all its logits were equal; equality of two runs
-        then shows nothing.
-      drafted: `[T]` int32, the last draft for each of these tokens, or `recorder.NONE`.
-    """
-
-    log_probs: np.ndarray
-    logits: np.ndarray
-    row: np.ndarray
-    constant: np.ndarray
-    drafted: np.ndarray
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Results of one run: a text of `n` tokens, `T` of them generated.
+    """Results of one recorded run: a text of `n` tokens, `T` of them generated.
 
     Attributes:
       num_prompt: tokens before the first generated one.
       tokens: `[T]` int32, generated.
+      log_probs: `[T]` uint32, the bits of the log-probability of the token of highest
+        logit: the generated one, unless that was drawn.
+      logits: `[T, 2]` uint32, `recorder.hash_bits` of the logits that decided it.
+      row: `[T]` int32, their row's number in its window.
+      constant: `[T]` bool, whether all these logits were equal; equality of two runs
+        then shows nothing.
       kv: per layer keys and values of `[0, n-1)` in order, unsigned integers
         `[2, n-1, K, H]`.
-      decisions: None without a recorder.
       nonfinite: tokens that were chosen from logits that are not finite. Different
         logits of that kind give the same tokens, so that equality means nothing there.
     """
 
     num_prompt: int
     tokens: np.ndarray
+    log_probs: np.ndarray
+    logits: np.ndarray
+    row: np.ndarray
+    constant: np.ndarray
     kv: Sequence[np.ndarray]
-    decisions: Decisions | None
     nonfinite: int = 0
 
     def hashes(self) -> dict[str, str]:
-        """Hashes each of `WHATS` (SHA-256, little-endian), or gives `NOT_COMPARED`."""
-        found = {"tokens": _sha256([self.tokens]), "kv": _sha256(self.kv)}
-        for what in ("log_probs", "logits"):
-            found[what] = NOT_COMPARED
-            if self.decisions is not None:
-                found[what] = _sha256([getattr(self.decisions, what)])
-        return {what: found[what] for what in WHATS}
+        """Hashes each of `WHATS` (SHA-256, little-endian)."""
+        parts = {what: [getattr(self, what)] for what in WHATS} | {"kv": self.kv}
+        return {what: _sha256(arrays) for what, arrays in parts.items()}
 
 
 def _sha256(arrays: Sequence[np.ndarray]) -> str:
@@ -86,7 +66,7 @@ def _sha256(arrays: Sequence[np.ndarray]) -> str:
 
 
 def of_decode(state: baseline.DecodeState, *, num_prompt: int) -> Evidence:
-    """Returns the evidence of finished autoregressive decoding."""
+    """Returns the evidence of finished autoregressive decoding with a recorder."""
     one = jax.tree.map(lambda leaf: leaf[None], state.replace(cache=None))
     return _of_slot(one, state.cache, num_prompt=num_prompt, slot=0)
 
@@ -96,26 +76,21 @@ def of_slot(state: states.State, *, num_prompt: int, slot: int) -> Evidence:
     return _of_slot(state.slots, state.cache, num_prompt=num_prompt, slot=slot)
 
 
-def _of_slot(slots, cache, *, num_prompt, slot):
-    """Reads one slot; with decisions if the cache is in a `recorder.Recording`."""
-    length, decisions, kv = int(slots.length[slot]), None, cache
-    if isinstance(cache, recorder.Recording):
-        recording, kv = cache, cache.cache
-        decided = slice(num_prompt - 1, length - 1)
-        of = lambda leaf: np.array(leaf[slot])
-        row = of(recording.row)[decided]
-        decisions = Decisions(
-            log_probs=testing.bits(recording.log_prob[slot])[decided].copy(),
-            logits=of(recording.logits_hash)[decided],
-            row=row,
-            constant=of(recording.constant)[decided],
-            drafted=of(recording.drafted)[num_prompt:length],
-        )
+def _of_slot(
+    slots: Any, recording: recorder.Recording, *, num_prompt: int, slot: int
+) -> Evidence:
+    """Reads one slot of a run with a recorder."""
+    length = int(slots.length[slot])
+    decided = slice(num_prompt - 1, length - 1)
+    of = lambda leaf: np.array(leaf[slot])
     return Evidence(
         num_prompt=num_prompt,
-        tokens=np.array(slots.tokens[slot])[num_prompt:length],
-        kv=committed_kv(kv, length - 1, slot=slot),
-        decisions=decisions,
+        tokens=of(slots.tokens)[num_prompt:length],
+        log_probs=testing.bits(of(recording.log_prob))[decided],
+        logits=of(recording.logits_hash)[decided],
+        row=of(recording.row)[decided],
+        constant=of(recording.constant)[decided],
+        kv=committed_kv(recording.cache, length - 1, slot=slot),
         nonfinite=int(slots.num_nonfinite[slot]),
     )
 
@@ -142,7 +117,7 @@ class Difference:
     Attributes:
       position: of the first differing token, decision on a token, key or value.
       row: the row of its window that decided the token; None for keys and values, and
-        without a recorder.
+        for a token that only the run without rounds has.
       layer: None except for keys and values.
       part: "k" or "v" of that layer.
       count, total: elements that differ, and elements that were compared.
@@ -181,55 +156,29 @@ def compare(plain: Evidence, spec: Evidence) -> list[Difference]:
     and keys and values from it on, are not compared. A token that only one run has
     counts as a difference; its decision, keys and values are not compared.
     """
-    found = []
-    seen, theirs = spec.decisions, plain.decisions
     shared = min(len(plain.tokens), len(spec.tokens))
-    unequal = plain.tokens[:shared] != spec.tokens[:shared]
+    unequal = np.ones(max(len(plain.tokens), len(spec.tokens)), bool)
+    unequal[:shared] = plain.tokens[:shared] != spec.tokens[:shared]
     first = int(np.argmax(unequal)) if unequal.any() else shared
-    if unequal.any() or len(plain.tokens) != len(spec.tokens):
-        longest = max(len(plain.tokens), len(spec.tokens))
-        found.append(
-            Difference(
-                what="tokens",
-                position=plain.num_prompt + first,
-                count=int(unequal.sum()) + longest - shared,
-                total=longest,
-                row=None if seen is None else _row_at(seen, first),
-            )
-        )
     decided = min(first + 1, shared)
-    if seen is not None and theirs is not None:
-        found += _compare_decisions(
-            theirs, seen, decided=decided, num_prompt=plain.num_prompt
-        )
-    return found + _compare_kv(plain, spec, length=plain.num_prompt - 1 + decided)
-
-
-def _row_at(seen: Decisions, number: int) -> int | None:
-    """Returns the row that decided a token; None if `seen` has no such token."""
-    return int(seen.row[number]) if number < len(seen.row) else None
-
-
-def _compare_decisions(
-    plain: Decisions, spec: Decisions, *, decided: int, num_prompt: int
-) -> list[Difference]:
-    """Finds the first differences of `decided` tokens' log-probabilities and logits."""
-    found = []
+    differs = {"tokens": unequal}
     for what in ("log_probs", "logits"):
-        ours, theirs = getattr(spec, what)[:decided], getattr(plain, what)[:decided]
-        differs = (ours != theirs).reshape(decided, -1).any(axis=-1)
-        if differs.any():
-            at = int(np.argmax(differs))
+        pairs = getattr(plain, what)[:decided] != getattr(spec, what)[:decided]
+        differs[what] = pairs.reshape(decided, -1).any(axis=-1)
+    found = []
+    for what, each in differs.items():
+        if each.any():
+            at = int(np.argmax(each))
             found.append(
                 Difference(
                     what=what,
-                    position=num_prompt + at,
-                    count=int(differs.sum()),
-                    total=decided,
-                    row=_row_at(spec, at),
+                    position=plain.num_prompt + at,
+                    count=int(each.sum()),
+                    total=len(each),
+                    row=int(spec.row[at]) if at < len(spec.row) else None,
                 )
             )
-    return found
+    return found + _compare_kv(plain, spec, length=plain.num_prompt - 1 + decided)
 
 
 def _compare_kv(plain: Evidence, spec: Evidence, *, length: int) -> list[Difference]:

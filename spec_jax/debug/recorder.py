@@ -21,7 +21,7 @@ from spec_jax.typing import typed
 
 
 NONE = -1
-"""The entry where no token was drafted, or no row was run."""
+"""The entry where no row was run."""
 
 
 class Recording(pytree.Node):
@@ -34,14 +34,10 @@ class Recording(pytree.Node):
     """
 
     cache: protocols.Cache  # the wrapped target's
-    fed: jax.Array  # [B, max_len] int32, the token fed at the position
     row: jax.Array  # [B, max_len] int32, its column in its window; 0 is pending
-    chosen: jax.Array  # [B, max_len] int32, the token of highest logit
-    log_prob: jax.Array  # [B, max_len] float32, natural, of that token
+    log_prob: jax.Array  # [B, max_len] float32, natural, of the token of highest logit
     logits_hash: jax.Array  # [B, max_len, 2] uint32, `hash_bits` of all its logits
     constant: jax.Array  # [B, max_len] bool, whether all its logits are equal
-    # [B, max_len] int32, the last draft for position `p` itself, kept or not
-    drafted: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,13 +80,10 @@ class Recorder(target_lib.Target):
         return state.replace(
             cache=Recording(
                 cache=state.cache,
-                fed=full(NONE),
                 row=full(NONE),
-                chosen=full(NONE),
                 log_prob=full(0, dtype=jnp.float32),
                 logits_hash=full(0, 2, dtype=jnp.uint32),
                 constant=full(0, dtype=bool),
-                drafted=full(NONE),
             )
         )
 
@@ -126,22 +119,17 @@ class Recorder(target_lib.Target):
         source = start[:, None] + path
         target = start[:, None] + steps + 1
         # Steps past the kept path get an index past the end, and are dropped.
-        target = jnp.where(steps < num_kept[:, None], target, cache.fed.shape[1])
+        target = jnp.where(steps < num_kept[:, None], target, cache.row.shape[1])
 
-        def moved(entries, ahead=0):
-            read = entries[slots, source + ahead]
-            return entries.at[slots, target + ahead].set(read, mode="drop")
+        def moved(entries):
+            return entries.at[slots, target].set(entries[slots, source], mode="drop")
 
-        by_row = {
-            field.name: moved(getattr(cache, field.name))
-            for field in dataclasses.fields(cache)
-            if field.name not in ("cache", "row", "drafted")
-        }
+        names = ("log_prob", "logits_hash", "constant")
+        by_row = {name: moved(getattr(cache, name)) for name in names}
         # As in a chain: a row's distance from its window's start is its depth.
         depth = jnp.broadcast_to(steps + 1, target.shape)
         by_row["row"] = cache.row.at[slots, target].set(depth, mode="drop")
-        drafted = moved(cache.drafted, ahead=1)
-        return cache.replace(cache=inner, drafted=drafted, **by_row)
+        return cache.replace(cache=inner, **by_row)
 
     def truncate(
         self, cache: Recording, new_len: Int[Array, " B"], *, asked: Bool[Array, " B"]
@@ -156,40 +144,26 @@ class Recorder(target_lib.Target):
 
     def _record(self, recording, window, verified, chosen):
         """Writes the entries of one call."""
-        num_slots, width = window.tokens.shape
         # The barrier hides that decoding has one row: XLA would inline a loop that runs
         # once, and fuse it with the code around it.
         verified, chosen = jax.lax.optimization_barrier((verified, chosen))
-        num_run = (
-            jnp.zeros((num_slots,), jnp.int32)
-            .at[verified.slots]
-            .add((jnp.arange(chosen.shape[0]) < verified.num_active).astype(jnp.int32))
-        )
-        # One column more than the window: no token was drafted to follow the last.
-        columns = jnp.arange(width + 1, dtype=jnp.int32)[None]
-        drafts = jnp.pad(window.tokens, ((0, 0), (0, 1)))
-        drafts = jnp.where(columns < num_run[:, None], drafts, NONE)
-        column_of = _columns(window, verified)
-        following = _following(window, drafts)
+        columns = jnp.arange(window.tokens.shape[1], dtype=jnp.int32)
+        columns = jnp.broadcast_to(columns, verified.at.shape)
+        none = jnp.zeros((verified.logits.shape[0],), jnp.int32)
+        column_of = none.at[verified.at].set(columns, mode="drop")
 
         def record_row(i, recording):
             """Writes the entries of row `i` at its slot and position."""
             slot, column = verified.slots[i], column_of[i]
-            place = window.start[slot] + column
-            at = slot, place
+            at = slot, window.start[slot] + column
             row = jax.lax.optimization_barrier(verified.logits[i])
             return recording.replace(
-                fed=recording.fed.at[at].set(drafts[slot, column]),
                 row=recording.row.at[at].set(column),
-                chosen=recording.chosen.at[at].set(chosen[i]),
                 log_prob=recording.log_prob.at[at].set(
                     jax.nn.log_softmax(row)[chosen[i]]
                 ),
                 logits_hash=recording.logits_hash.at[at].set(hash_bits(row)),
                 constant=recording.constant.at[at].set(jnp.max(row) == jnp.min(row)),
-                drafted=recording.drafted.at[slot, place + 1].set(
-                    following[slot, column], mode="drop"
-                ),
             )
 
         # A loop, not a scatter of the whole slab: only rows that were run cost time;
@@ -197,29 +171,6 @@ class Recorder(target_lib.Target):
         entries = recording.replace(cache=None)
         entries = jax.lax.fori_loop(0, verified.num_active, record_row, entries)
         return entries.replace(cache=recording.cache)
-
-
-def _columns(window, verified) -> jax.Array:
-    """Returns the column of each packed row, `[P] int32`."""
-    columns = jnp.arange(window.tokens.shape[1], dtype=jnp.int32)
-    columns = jnp.broadcast_to(columns, verified.at.shape)
-    none = jnp.zeros((verified.logits.shape[0],), jnp.int32)
-    return none.at[verified.at].set(columns, mode="drop")
-
-
-def _following(window, drafts) -> jax.Array:
-    """Returns the draft after each column, in trees its first child; or `NONE`."""
-    if window.parents is None:
-        return drafts[:, 1:]
-    width = window.tokens.shape[1]
-    columns = jnp.arange(width, dtype=jnp.int32)
-    # [B, column, child]; the root is its own parent, and no column's child.
-    is_child = (window.parents[:, None, :] == columns[None, :, None]) & (
-        columns[None, None, :] > 0
-    )
-    child = jnp.argmax(is_child, axis=2)
-    found = jnp.take_along_axis(drafts, child, axis=1)
-    return jnp.where(jnp.any(is_child, axis=2), found, NONE)
 
 
 _SEEDS = (0x9E3779B9, 0x85EBCA6B)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from spec_jax import compilation, pytree
+from spec_jax import pytree
 from spec_jax.drafters import draw as draw_lib, slots
 from spec_jax.engine import (
     processing as processing_lib,
@@ -32,7 +32,6 @@ from spec_jax.gamma import confidence
 from spec_jax.paging import cache as paged
 
 
-@compilation.one_kernel
 def goal_of(
     kv: paged.PagedKV, length: Int[Array, " B"], gamma: Int[Array, " B"]
 ) -> Int[Array, " B"]:

@@ -23,8 +23,7 @@ from spec_jax.paging import cache as paged
 class OfSlots:
     """The base of drafters for slots: it has the properties of `drafter`.
 
-    A subclass has the functions of a `SlotDrafter`, whose types are given there, for
-    `num_slots` sequences.
+    A subclass has the functions of a `protocols.SlotDrafter`.
     """
 
     drafter: Any
@@ -87,7 +86,6 @@ def _cut(slots, kv, slot, length):
     return slots.truncate(kv, jnp.zeros_like(kv.length) + length, asked=is_slot)
 
 
-@compilation.one_kernel
 def windows(
     text: Int[Array, "B max_len"], starts: Int[Array, " B"], size: int
 ) -> Int[Array, "B size"]:

@@ -45,11 +45,9 @@ def occupy(
         share them. None: all slots that ended are freed.
     """
     slots = state.slots
-    one = states.begin_slot(
-        gamma_max=drafter.gamma_max,
-        depth_max=protocols.depth_max(drafter),
-        **request,
-    )
+    # All counts are zero, and nothing is committed after the prompt.
+    one = jax.tree.map(jnp.zeros_like, requests.slot_of(slots, 0))
+    one = one.replace(status=jnp.int32(states.Status.RUNNING), **request)
     occupied = jax.tree.map(lambda all_, x: all_.at[slot].set(x), slots, one)
     if not refills:
         return state.replace(slots=occupied)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from spec_jax import compilation, pytree
+from spec_jax import pytree
 from spec_jax.engine import protocols, state as state_lib
 from spec_jax.gamma import policy as policy_lib
 from spec_jax.rules import acceptance
@@ -31,7 +31,6 @@ class RoundInfo(pytree.Node):
     out_of_pages: jax.Array  # [B] bool, the slot committed nothing
 
 
-@compilation.one_kernel
 def commit(slots: Slots, info: RoundInfo) -> Slots:
     """Commits each slot's tokens, cut after the first stop token; counts the round.
 
@@ -196,7 +195,7 @@ def _count(
 
 def _add_at(counts: jax.Array, indices: jax.Array, number: jax.Array) -> jax.Array:
     """Returns the counts, a number added at each index; drops those past the end."""
-    # Not a scatter, which `one_kernel` does not take.
+    # Not a scatter: see `_write`.
     places = jnp.arange(counts.shape[0], dtype=jnp.int32)[None]
     return counts + number * jnp.sum(
         indices[:, None] == places, axis=0, dtype=jnp.int32

@@ -7,11 +7,11 @@ sequence, and `drafters.each.lift` makes a `SlotDrafter` of it.
 
 import dataclasses
 import inspect
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from spec_jax import pytree
 from spec_jax.rules import rule as rule_lib, sampling
@@ -339,82 +339,24 @@ def passed_on(name: str, *, of: str) -> Any:
     )
 
 
-class SlotDrafter(Protocol):
-    """Proposes continuations of all slots, by functions of a memory that is carried.
+SlotDrafter = Any
+"""A drafter of all slots: a static argument, hashable, with all that a `Drafter` has.
 
-    Hashable: it is a static argument. A slot that is asked for nothing, gamma 0, costs
-    nothing where that is possible. It has what `Drafter` says of vocabulary, depth and
-    features; `drafters.slots.OfSlots` takes that of the drafter that it is made of.
-    """
+`num_slots` is their number. Arrays and the proposal's fields have a leading axis of
+slots. One that is asked for nothing, gamma 0, costs nothing where that is possible.
+`drafters.slots.OfSlots` has the properties of the drafter that it is made of.
 
-    @property
-    def gamma_max(self) -> int:
-        """The most tokens of a proposal."""
-        ...
-
-    @property
-    def num_slots(self) -> int:
-        """The sequences that run at once."""
-        ...
-
-    def init(
-        self, *, capacity: int, page_size: int, num_pages: int | None = None
-    ) -> Memory:
-        """Allocates the empty memory of all slots.
-
-        Args:
-          capacity: positions of a slot of the target's cache.
-          page_size: positions a page, for a memory that has pages.
-          num_pages: of all slots together, for such a memory; None: enough for all.
-        """
-        ...
-
-    def prefill(
-        self, params: Params, memory: Memory, prompt: list[int], *, slot: int
-    ) -> Memory:
-        """Takes a prompt into a slot that is empty or was released. Donates `memory`.
-
-        A slot is released by a `commit` of length 1, which forgets all of it.
-
-        A drafter with `taps` has one more keyword, `features [T, taps, D]`, of the
-        prompt without its last token, which was not run yet. The rest is padding.
-        """
-        ...
-
-    def propose(
-        self,
-        params: Params,
-        memory: Memory,
-        *,
-        tokens: Int[Array, "B max_len"],
-        length: Int[Array, " B"],
-        gamma: Int[Array, " B"],
-        sampling: Sampling,
-    ) -> tuple[Memory, Proposal]:
-        """Drafts at most `gamma[b]` tokens to follow `tokens[b, :length[b]]`.
-
-        The proposal's fields have a leading axis of slots.
-
-        Args:
-          sampling: of the target's draws; a drafter that draws with the same settings
-            and the same noise is kept more often.
-        """
-        ...
-
-    def commit(
-        self,
-        params: Params,
-        memory: Memory,
-        length: Int[Array, " B"],
-        *,
-        asked: Bool[Array, " B"],
-    ) -> Memory:
-        """Keeps `length[b]` tokens and nothing after them, in the slots asked.
-
-        A drafter with `taps` has one more keyword, `features`: None where a slot is
-        released, otherwise `[B, A, taps, D]`, with `A` one more than the drafts on a
-        path. The first `k` of a slot that commits `k` tokens after `x[0, n)` are those
-        of positions `n - 1 .. n + k - 2`, in order: bit for bit what decoding computes
-        there. The others are zero.
-        """
-        ...
+- `init` has a keyword `num_pages`: of all slots together, for a memory with pages;
+  None: enough for all.
+- `prefill` has a keyword `slot`, which is empty or was released; with taps, also
+  `features [T, taps, D]`, of the prompt without its last token, which was not run yet.
+  The rest is padding.
+- `propose` has a keyword `sampling`: settings of the target's draws. A drafter that
+  draws with the same settings and the same noise is kept more often.
+- `commit` has a keyword `asked [B]`: other slots stay as they are. A commit of length 1
+  releases a slot, and forgets all of it. With taps it also has `features`: None where a
+  slot is released, otherwise `[B, A, taps, D]`, with `A` one more than the drafts on a
+  path. The first `k` of a slot that commits `k` tokens after `x[0, n)` are those of
+  positions `n - 1 .. n + k - 2`, in order: bit for bit what decoding computes there.
+  The others are zero.
+"""

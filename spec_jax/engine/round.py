@@ -123,7 +123,6 @@ def run_round(speculator: Speculator, state: State) -> tuple[State, RoundInfo]:
     return after.replace(processing=processing), info
 
 
-@compilation.one_kernel
 def _end(
     speculator: Speculator,
     state: State,
@@ -196,7 +195,6 @@ def _draft(
     return memory, proposal
 
 
-@compilation.one_kernel
 def _clipped(
     proposal: protocols.Proposal, gamma: Int[Array, " B"]
 ) -> protocols.Proposal:
@@ -214,7 +212,6 @@ def _clipped(
     return proposal.replace(num_drafted=num_drafted, parents=parents)
 
 
-@compilation.one_kernel
 def _window(
     slots: Slots, proposal: protocols.Proposal, depth_max: int
 ) -> protocols.Window:
@@ -249,7 +246,6 @@ def _features(
     return cast(jax.Array, verified.features).at[at].get(mode="fill", fill_value=0)
 
 
-@compilation.one_kernel
 def _gamma(speculator: Speculator, slots: Slots) -> Int[Array, " B"]:
     """Returns how many drafts each slot asks for: 0 where it does not generate."""
     wanted = slots.limit - slots.length - 1

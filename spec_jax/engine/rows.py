@@ -290,7 +290,6 @@ def _share(kv, source, slot, length):
     return allocator.share(kv, source, slot, length)
 
 
-@compilation.one_kernel
 def _reserve_chains(
     kv: paged.PagedKV,
     most_pending: int,

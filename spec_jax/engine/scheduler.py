@@ -69,10 +69,10 @@ class Scheduler:
         drafter, if it `shares_prompts`.
 
     Raises:
-      ValueError: a size below one, a page of more positions than the model has, fewer
-        pages than slots, a target and a drafter of different numbers of slots, a
-        drafter that does not fit, a policy that does not fit the drafter, a policy
-        without its state, or a number of pages for slots that share them.
+      ValueError: a size below one, a page of more positions than the model has, a
+        target and a drafter of different numbers of slots, a drafter that does not fit,
+        a policy that does not fit the drafter, a policy without its state, or a number
+        of pages for slots that share them.
     """
 
     speculator: round_lib.Speculator
@@ -92,11 +92,6 @@ class Scheduler:
         config = target.config
         positions = None if config is None else config.max_position_embeddings
         index.check_page_size(self.page_size, num_positions=positions)
-        if self.num_pages is not None and self.num_pages < slots:
-            raise ValueError(
-                f"num_pages={self.num_pages} is fewer than {slots} slots, and every "
-                "slot has a page: allow more pages or fewer slots"
-            )
         if self.shares and self.num_pages is not None:
             raise ValueError(
                 f"num_pages={self.num_pages} of slots that share pages, which hold "

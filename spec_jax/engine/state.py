@@ -110,48 +110,6 @@ class State(pytree.Node):
         return ~self.slots.running
 
 
-def begin_slot(
-    tokens: Int[Array, " max_len"],
-    *,
-    length: Int[Array, ""],
-    limit: Int[Array, ""],
-    capped: Bool[Array, ""] | bool,
-    gamma: Int[Array, ""],
-    stop_ids: Int[Array, " num_stop"],
-    gamma_max: int,
-    depth_max: int,
-    sampling: sampling_lib.SamplingSettings | None,
-    policy: policy_lib.State,
-    status: Status = Status.RUNNING,
-) -> Slots:
-    """Returns one slot before its first round, leaves without the axis of slots.
-
-    `tokens[:length]` is the prompt, whose last token is pending: it has no K/V yet.
-    """
-    zero = functools.partial(jnp.zeros, dtype=jnp.int32)
-    return Slots(
-        tokens=tokens,
-        length=length,
-        status=jnp.int32(status),
-        policy=policy,
-        limit=limit,
-        capped=jnp.asarray(capped, bool),
-        gamma=gamma,
-        stop_ids=stop_ids,
-        sampling=sampling,
-        origins=jnp.zeros(tokens.shape, jnp.int8),
-        num_rounds=zero(()),
-        num_proposed=zero(()),
-        num_accepted=zero(()),
-        num_cut=zero(()),
-        accepted_hist=zero((depth_max + 1,)),
-        proposed_at=zero((depth_max,)),
-        accepted_at=zero((depth_max,)),
-        kept_by_rank=zero((gamma_max,)),
-        num_nonfinite=zero(()),
-    )
-
-
 @functools.partial(
     jax.jit,
     static_argnames=("num_slots", "max_len", "num_stop", "gamma_max", "depth_max"),
@@ -167,20 +125,29 @@ def empty_slots(
     policy: policy_lib.State,
 ) -> Slots:
     """Returns `num_slots` slots without a sequence, in arrays of their own."""
-    one = begin_slot(
-        jnp.zeros((max_len,), jnp.int32),
-        length=jnp.int32(1),
-        limit=jnp.int32(0),
-        capped=False,
-        gamma=jnp.int32(0),
-        stop_ids=jnp.full((num_stop,), NO_STOP, jnp.int32),
-        gamma_max=gamma_max,
-        depth_max=depth_max,
-        sampling=sampling,
-        policy=policy,
-        status=Status.EMPTY,
+    zeros = lambda *shape: jnp.zeros((num_slots, *shape), jnp.int32)
+    stacked = lambda leaf: jnp.stack([leaf] * num_slots)
+    return Slots(
+        tokens=zeros(max_len),
+        length=zeros() + 1,
+        status=zeros() + int(Status.EMPTY),
+        policy=jax.tree.map(stacked, policy),
+        limit=zeros(),
+        capped=zeros().astype(bool),
+        gamma=zeros(),
+        stop_ids=zeros(num_stop) + NO_STOP,
+        sampling=jax.tree.map(stacked, sampling),
+        origins=zeros(max_len).astype(jnp.int8),
+        num_rounds=zeros(),
+        num_proposed=zeros(),
+        num_accepted=zeros(),
+        num_cut=zeros(),
+        accepted_hist=zeros(depth_max + 1),
+        proposed_at=zeros(depth_max),
+        accepted_at=zeros(depth_max),
+        kept_by_rank=zeros(gamma_max),
+        num_nonfinite=zeros(),
     )
-    return jax.tree.map(lambda leaf: jnp.stack([leaf] * num_slots), one)
 
 
 def map_slots(function: Callable, *arguments: Any) -> Any:

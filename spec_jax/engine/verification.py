@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from spec_jax import compilation
 from spec_jax.engine import protocols, state as state_lib, target as target_lib
 from spec_jax.rules import acceptance, rule as rule_lib, sampling
 
@@ -80,7 +79,13 @@ def decide(
     """
     if rule.is_exact and proposal.parents is None:
         own, is_finite = target_tokens(target, verified, sampling_settings)
-        return _along_chains(rule, own, is_finite, verified, proposal)
+        outcome = state_lib.map_slots(
+            rule.accept_chain,
+            proposal.tokens,
+            verified.by_column(own, fill=0),
+            proposal.num_drafted,
+        )
+        return outcome, verified.by_column(is_finite, fill=True)
     highest = target.choose(verified.logits, verified.num_active)
     is_finite = finite_rows(verified.logits, highest)
     accept = rule.accept_chain
@@ -91,18 +96,6 @@ def decide(
         outcome = _along_own_tokens(*given, highest)
     else:
         outcome = _by_uniforms(*given, first_position)
-    return outcome, verified.by_column(is_finite, fill=True)
-
-
-@compilation.one_kernel
-def _along_chains(rule, own, is_finite, verified, proposal):
-    """Follows chains by the target's own tokens."""
-    outcome = state_lib.map_slots(
-        rule.accept_chain,
-        proposal.tokens,
-        verified.by_column(own, fill=0),
-        proposal.num_drafted,
-    )
     return outcome, verified.by_column(is_finite, fill=True)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from spec_jax import compilation, tree
+from spec_jax import tree
 from spec_jax.engine import protocols
 from spec_jax.model import decoder
 from spec_jax.paging import allocator, cache as paged
@@ -88,7 +88,6 @@ def over_tiles(
     return jax.lax.fori_loop(0, num_tiles, step, (kv, empty))
 
 
-@compilation.one_kernel
 def _append(
     kv: paged.PagedKV, window: protocols.Window, tile: int, impl: str
 ) -> tuple[paged.PagedKV, protocols.Window, decoder.Rows, Int[Array, "B R"]]:

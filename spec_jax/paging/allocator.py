@@ -19,7 +19,6 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
-from spec_jax import compilation
 from spec_jax.ops import dispatch
 from spec_jax.paging import cache, index
 
@@ -27,21 +26,18 @@ from spec_jax.paging import cache, index
 Scalar = jax.Array | int
 
 
-@compilation.one_kernel
 def reserve(kv: cache.PagedKV, slot: Scalar, up_to: Scalar) -> cache.PagedKV:
     """Does as `reserve_each` for one slot."""
     kv, asked = _only(kv, slot)
     return _reserve(kv, jnp.asarray(up_to, jnp.int32), asked, most=1)
 
 
-@compilation.one_kernel
 def extend(kv: cache.PagedKV, slot: Scalar, new_len: Scalar) -> cache.PagedKV:
     """Does as `extend_each` for one slot."""
     kv, asked = _only(kv, slot)
     return extend_each(kv, jnp.asarray(new_len, jnp.int32), asked=asked)
 
 
-@compilation.one_kernel
 def reserve_each(
     kv: cache.PagedKV, up_to: jax.Array, *, asked: jax.Array
 ) -> cache.PagedKV:
@@ -81,7 +77,6 @@ def _reserve(kv, up_to, asked, *, most):
     return _with_tables(kv, tables)
 
 
-@compilation.one_kernel
 def extend_each(
     kv: cache.PagedKV, new_len: jax.Array, *, asked: jax.Array
 ) -> cache.PagedKV:
@@ -96,7 +91,6 @@ def extend_each(
     )
 
 
-@compilation.one_kernel
 def append_each(
     kv: cache.PagedKV,
     up_to: jax.Array,
@@ -138,7 +132,6 @@ def append_each(
     return kv, counts, slots, positions
 
 
-@compilation.one_kernel
 def truncate_each(
     kv: cache.PagedKV, new_len: jax.Array, *, asked: jax.Array, impl: str = "xla"
 ) -> cache.PagedKV:
@@ -316,6 +309,6 @@ def _let_go(tables, slot, count):
 
 
 def _put(values: jax.Array, slot: jax.Array, value: jax.Array | int) -> jax.Array:
-    """Returns the values with one slot's changed; no scatter, for `one_kernel`."""
+    """Returns the values with one slot's changed; no scatter, which is slower."""
     value = jnp.asarray(value, values.dtype)  # An int is wider with wide defaults.
     return jax.lax.dynamic_update_index_in_dim(values, value, slot, axis=0)

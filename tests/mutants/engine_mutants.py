@@ -254,12 +254,6 @@ BLOCKS = (
            "drafters/test_head_training.py::test_what_a_term_trains"),
 )  # fmt: skip
 
-RECORDS = (
-    Mutant("a draft is recorded one position early", "debug.recorder:Recorder._record",
-           "recording.drafted.at[slot, place + 1]", "recording.drafted.at[slot, place]",
-           "test_recorder.py::test_drafts_are_those_of_the_last_round"),
-)  # fmt: skip
-
 _TREES = "engine/test_trees.py"
 _TREE_ROUNDS = (
     f"{_TREES}::test_tokens_and_kv_are_those_of_decoding[native-paged-1-deep]"
@@ -357,7 +351,6 @@ MUTANTS = (
     *SLOTS,
     *DRAFTERS,
     *BLOCKS,
-    *RECORDS,
     *TREES,
     *FEATURES,
     *HEADS,

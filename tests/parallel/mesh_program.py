@@ -21,8 +21,9 @@ import recorded_runs
 import tiny_pair
 
 import spec_jax as sj
-from spec_jax import testing, tree
+from spec_jax import run as run_lib, testing, tree
 from spec_jax.debug import recorder
+from spec_jax.engine import round as round_lib
 from spec_jax.model import (
     decoder,
     gpt_neox,
@@ -169,9 +170,25 @@ def check(folder: pathlib.Path, impl: str, form: str | None = None) -> dict:
 PROMPTS = ["import os", "def f(x):"]
 
 
+def rounds(lm, prompts, **settings) -> tuple[list[dict], list[list[int]]]:
+    """Runs prompts together; returns hashes of each, and the drafts of all rounds."""
+    run = run_lib.Run.make(lm, prompts, num_slots=len(prompts), **settings)
+    watched = recorder.Recorder(target=run.scheduler.target)
+    speculator = run.scheduler.speculator.replace(target=watched)
+    state = watched.attach(run.scheduler.begin(*run.requests))
+    step, drafts = jax.jit(round_lib.run_round), []
+    while np.any(state.slots.running):
+        before = state.slots.num_proposed
+        state, info = step(speculator, state)
+        counts = np.asarray(state.slots.num_proposed - before)
+        pairs = zip(np.asarray(info.proposal.tokens), counts, strict=True)
+        drafts += [tokens[:count].tolist() for tokens, count in pairs]
+    return [one.hashes() for one in recorded_runs.evidence_in(state, run)], drafts
+
+
 def generations(folders, drafter: str, **how) -> tuple[list, int]:
-    """Returns hashes of decoding, of a batch of chains and of a tree, with the drafted
-    tokens; and the number of drafts."""
+    """Returns hashes and drafts of decoding, of a batch of chains and of a tree; and
+    the number of drafts."""
     target, draft = folders
     name = "draft-model" if drafter in ("cut", "gpt_neox", "q8_0") else drafter
     lm = sj.load(target, draft=draft, drafter=name, gamma_max=3,
@@ -180,14 +197,11 @@ def generations(folders, drafter: str, **how) -> tuple[list, int]:
     settings = {"max_tokens": 10, "stop": ()}
     both = [sj.Sampling(temperature=0.0), sj.Sampling(temperature=0.7, seed=3)]
     found = [
-        recorded_runs.evidence_of(lm, PROMPTS, sampling=both, gamma=0, **settings),
-        recorded_runs.evidence_of(lm, PROMPTS, sampling=both, **settings),
-        recorded_runs.evidence_of(tree, PROMPTS[:1], **settings),
+        rounds(lm, PROMPTS, sampling=both, gamma=0, **settings),
+        rounds(lm, PROMPTS, sampling=both, **settings),
+        rounds(tree, PROMPTS[:1], **settings),
     ]
-    drafts = [one.decisions.drafted for run in found[1:] for one in run]
-    hashes = [one.hashes() for run in found for one in run]
-    count = sum(int((each != recorder.NONE).sum()) for each in drafts)
-    return [hashes, [each.tolist() for each in drafts]], count
+    return found, sum(len(tokens) for _, drafts in found for tokens in drafts)
 
 
 def check_generations(folder: pathlib.Path, drafter: str, impl: str, *counts) -> dict:
