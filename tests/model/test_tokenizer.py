@@ -55,20 +55,6 @@ def test_special_tokens_are_recognised_and_none_is_added(small):
     assert small.encode("") == []
 
 
-@given(text=st.text(max_size=30))
-@settings(max_examples=50)
-def test_pieces_of_text(small, text):
-    """Fails if a character that spans tokens is shown in halves, or lost."""
-    ids = small.encode(text)
-    pieces = small.decode_pieces(ids)
-    assert len(pieces) == len(ids)
-    assert "".join(pieces) == small.decode(ids)
-    assert small.decode(ids) == normalizers.NFC().normalize_str(text)
-    assert "\N{REPLACEMENT CHARACTER}" in text or all(
-        "\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces
-    )
-
-
 @given(ids=st.lists(st.integers(0, 300), max_size=12))
 @settings(max_examples=100)
 def test_decoding_is_that_of_the_library(small, ids):

@@ -135,7 +135,7 @@ SLOTS = (
            _STOPS + "[stream]"),
     Mutant("the stop text that is complete last counts", "model.stop_texts:Search.push",
            "min(ends)", "max(ends)",
-           "model/test_stop_texts.py::test_ends_by_hand[two in a token]"),
+           _STOPS + "[plain]"),
 )  # fmt: skip
 
 DRAFTERS = (
