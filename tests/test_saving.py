@@ -8,30 +8,22 @@ import tiny_pair
 
 import spec_jax as sj
 from spec_jax import testing
-from spec_jax.model import gpt_neox
 
 
 TEXT = "naïve <|im_end|> 日本"
 CHAT = [{"role": "user", "content": "hi"}]
 END = "<|im_end|>"
+CONFIGS = {
+    "qwen3": tiny_pair.config(dtype="bfloat16"),
+    "gpt_neox": tiny_pair.neox_config(rotary_size=8),
+}
 
 
-def config(family: str):
-    """Returns the config of a small model of that family."""
-    if family == "qwen3":
-        return tiny_pair.config(dtype="bfloat16")
-    sizes = tiny_pair.config(tie_word_embeddings=False, num_kv_heads=2)
-    found = dataclasses.asdict(sizes)
-    known = {field.name for field in dataclasses.fields(gpt_neox.GPTNeoXConfig)}
-    found = {name: x for name, x in found.items() if name in known}
-    return gpt_neox.GPTNeoXConfig(**found | {"rotary_size": 8})
-
-
-@pytest.fixture(scope="module", params=["qwen3", "gpt_neox"])
+@pytest.fixture(scope="module", params=CONFIGS)
 def pair(request, tmp_path_factory):
     """Returns a model with two stop tokens and a template, its copy, and the folder."""
     folder = tmp_path_factory.mktemp(request.param)
-    tiny_pair.write_model(folder, config(request.param), seed=4)
+    tiny_pair.write_model(folder, CONFIGS[request.param], seed=4)
     backend = tiny_pair.byte_tokenizer()
     backend.add_special_tokens([END])
     backend.save(str(folder / "tokenizer.json"))

@@ -9,23 +9,13 @@ import tiny_pair
 from slow_cases import slow
 
 import spec_jax as sj
-from spec_jax.model import (
-    families,
-    gpt_neox,
-    load as load_lib,
-    params as params_lib,
-)
+from spec_jax.model import families, load as load_lib, params as params_lib
 from spec_jax.ops import dispatch
 
 
 def write_model(folder, *, seed: int, **changes):
     """Writes a folder of random weights with the byte tokenizer of 257 entries."""
-    sizes = {
-        "vocab_size": 272, "hidden_size": 32, "intermediate_size": 48, "num_layers": 1,
-        "num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "rotary_size": 4,
-        "max_position_embeddings": 256, "dtype": "float32",
-    }  # fmt: skip
-    config = gpt_neox.GPTNeoXConfig(**sizes | changes)
+    config = tiny_pair.neox_config(**{"vocab_size": 272} | changes)
     params = params_lib.init(jax.random.key(seed), config, stddev=0.3)
     # Entries without a token get the highest logits: they would always be drawn.
     padding = jnp.arange(config.vocab_size)[:, None] >= 257

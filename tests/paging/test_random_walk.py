@@ -1,4 +1,4 @@
-"""Thousands of operations on a cache of any kind, compared with a model of Python lists;
+"""Thousands of operations on a cache of any kind, and on a model of it in Python lists;
 mutants (`PAGES`) are negative controls.
 
 After every operation `check_integrity` finds no page lost, and none held by two slots
