@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from processors import test_built_in
 
 from spec_jax.engine import processing, protocols
 from spec_jax.gamma import schedule as schedule_lib
@@ -37,16 +38,9 @@ def made() -> processor_lib.Processor:
 
 def by_definition(answer, logits) -> np.ndarray:
     """Returns the law of the token after the prompt and an answer, by definition."""
-    row, text = np.array(logits, np.float64), [*PROMPT, *answer]
-    for token in set(text):
-        factor = PENALTIES["repetition"]
-        row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
-    for token in set(answer):
-        row[token] -= PENALTIES["presence"]
-        row[token] -= PENALTIES["frequency"] * list(answer).count(token)
-    for *before, last in WORDS:
-        if text[len(text) - len(before) :] == before:
-            row[last] = -np.inf
+    given = PROMPT, answer
+    row = test_built_in.expected("penalties", *given, logits, penalties=PENALTIES)
+    row = test_built_in.expected("words", *given, row, words=WORDS)
     weights = np.exp(row - row.max())
     return weights / weights.sum()
 
