@@ -1,6 +1,6 @@
 """Filters, noise and sums of Triton's kernels, interpreted, against the rules' own.
 
-Draws are tested in `ops/test_draw`, and code for a GPU in `test_hopper_exact`.
+Draws are tested in `ops/test_draw`, and code for a GPU in `test_hopper_model`.
 """
 
 import functools
