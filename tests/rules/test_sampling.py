@@ -140,7 +140,7 @@ SIGMAS = 5.0
 def test_filters_agree_with_hugging_face(values, rng):
     """Fails if the order of filters differs from `generate`'s, or if top-k cuts logits
     that equal its last one, or min-p its bound, in XLA or native kernels: draws must
-    have each likely token that is kept, and no other. `pallas/test_pallas_sampling`
+    have each likely token that is kept, and no other. `pallas/test_pallas_plans`
     checks the kernels of a GPU."""
     logits = (3 * rng.standard_normal((9, 50))).astype(np.float32)
     if "top_p" not in values:  # The library cuts ties in another order.
