@@ -237,10 +237,8 @@ def test_a_pool_too_large_is_refused(rng):
         jax.eval_shape(attend, **given)
 
 
-ROWS = 6
-VOCAB = (
-    2 * first_tokens_triton.CHUNK + 904
-)  # three chunks, the last of which is not full
+ROWS, CHUNK = 6, first_tokens_triton.CHUNK
+VOCAB = 2 * CHUNK + 904  # three chunks, the last of which is not full
 SETTINGS = (
     {"temperature": 0.0},
     {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "seed": 3},
@@ -376,10 +374,7 @@ def test_sums_have_one_order(rng):
     alone = [sums(x[row]) for row in range(ROWS)]
     for other in (np.stack(alone), jax.vmap(sums)(x)):
         testing.assert_same_bits(other, found)
-    parts = (
-        np.asarray(sums(x[:, : first_tokens_triton.CHUNK])),
-        np.asarray(sums(x[:, first_tokens_triton.CHUNK :])),
-    )
+    parts = np.asarray(sums(x[:, :CHUNK])), np.asarray(sums(x[:, CHUNK:]))
     # Negative control: other chunks give another order.
     assert (np.add(*parts) != found).any()
     with pytest.raises(ValueError, match=r"rows bfloat16\[1, 8\]"):
