@@ -189,7 +189,7 @@ RULES = (
            "rules/test_acceptance.py::test_the_law_is_the_targets[rejection-random-3-2]"),
     *(Mutant(f"in a tree the residual is not subtracted: {rule}",
              "rules.acceptance:residual", "target - draft", f"target - {few} * draft",
-             f"rules/test_tree_law.py::{_LAW}[{rule}-{shape}]")
+             f"rules/test_laws.py::{_LAW}[{rule}-{shape}]")
       for few, rule, shape in ((0, "rejection", "2x2"), (0.5, "block", "2x2"),
                                   (0.9, "multipath", "2-1-1"))),
     Mutant("a bonus is drawn from the row before",
