@@ -1,6 +1,5 @@
 """Sampling: settings, filters against an oracle, and the law of a draw."""
 
-import functools
 import math
 
 import jax
@@ -173,55 +172,6 @@ def test_a_large_vocabulary_is_filtered_as_a_small_one(rng):
     assert np.all(distribution(even, sampling.make_settings(top_k=7)) > 0)
     first = distribution(even, sampling.make_settings(top_p=6.5 / 20_001))
     assert np.flatnonzero(first).tolist() == list(range(7))
-
-
-NUM_DRAWS = 2**16
-
-
-def sample(logits, settings, position):
-    """Returns the token of one position."""
-    return jnp.argmax(sampling.noisy_weights(logits, settings, position))
-
-
-@functools.partial(jax.jit, static_argnames="draw")
-def draws(logits, settings, draw):
-    """Returns `NUM_DRAWS` draws from one row, at as many positions."""
-    positions = jnp.arange(NUM_DRAWS, dtype=jnp.int32)
-    return jax.vmap(lambda position: draw(logits, settings, position))(positions)
-
-
-def worst_frequency(draw, values) -> float:
-    """Returns the largest deviation from the oracle, in standard errors, n = 65,536."""
-    logits = np.linspace(-2, 2, VOCAB, dtype=np.float32)[::-1]
-    found = np.bincount(
-        draws(logits, sampling.make_settings(**values), draw), minlength=VOCAB
-    )
-    law = oracle(logits, **values)
-    assert not found[law == 0].any()
-    error = np.abs(found / NUM_DRAWS - law)[law > 0]
-    law = law[law > 0]
-    return float(np.max(error / np.sqrt(law * (1 - law) / NUM_DRAWS)))
-
-
-def unheated(logits, settings, position):
-    """Plants temperature 1 in place of the given one."""
-    settings = settings.replace(temperature=jnp.ones_like(settings.temperature))
-    return sample(logits, settings, position)
-
-
-@pytest.mark.parametrize(
-    "values",
-    ({}, {"temperature": 1.5, "top_k": 8, "top_p": 0.95, "min_p": 0.05}),
-    ids=("plain", "all filters"),
-)
-def test_draws_follow_the_distribution(values):
-    """Checks that each token's frequency is within 5 standard errors."""
-    assert worst_frequency(sample, values) < SIGMAS
-
-
-def test_wrong_draws_are_caught():
-    """Negative control: planted draws deviate by twice the bound, at the same n."""
-    assert worst_frequency(unheated, {"temperature": 0.6}) > 2 * SIGMAS
 
 
 @pytest.mark.parametrize(
