@@ -9,20 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import special
 
 from spec_jax.model import params as params_lib
 
 
 DRAWN_BY_XLA = params_lib.draw
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_CENTRAL = (
-    2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087,
-    -0.00125372503, -0.00417768164, 0.246640727, 1.50140941,
-)  # fmt: skip
-_TAILS = (
-    -0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773,
-    -0.0076224613, 0.00943887047, 1.00167406, 2.83297682,
-)  # fmt: skip
 
 
 def _threefry(key: Any, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -53,14 +46,8 @@ def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any = np.float32):
     ones = ((high ^ low) >> 9) | np.uint32(0x3F800000)
     least = np.nextafter(np.float32(-1), np.float32(0))
     x = (ones.view(np.float32) - np.float32(1)) * (np.float32(1) - least) + least
-    x = np.maximum(x, least)
-    w = -np.log1p(-x * x)
-    is_tail = w >= 5
-    w = np.where(is_tail, np.sqrt(w) - 3, w - np.float32(2.5)).astype(np.float32)
-    y = np.where(is_tail, np.float32(_TAILS[0]), np.float32(_CENTRAL[0]))
-    for tail, central in zip(_TAILS[1:], _CENTRAL[1:], strict=True):
-        y = np.where(is_tail, np.float32(tail), np.float32(central)) + y * w
-    return (np.float32(np.sqrt(2)) * y * x).reshape(shape).astype(dtype)
+    normals = np.float32(np.sqrt(2)) * special.erfinv(x)
+    return normals.reshape(shape).astype(dtype)
 
 
 def draw(key: jax.Array, tree: Any, *, stddev: float) -> Any:

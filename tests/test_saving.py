@@ -1,37 +1,35 @@
-"""`LanguageModel.save`: a folder that `load` and Hugging Face's loaders open."""
+"""`LanguageModel.save`: a folder that `load` and Hugging Face's loaders open; and the
+fingerprint of weights: the same for the same bits, and for no others."""
 
 import dataclasses
 import json
 
+import decoding
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny_pair
 
 import spec_jax as sj
 from spec_jax import testing
-from spec_jax.model import gpt_neox
+from spec_jax.model import fingerprint, params as params_lib
 
 
 TEXT = "naïve <|im_end|> 日本"
 CHAT = [{"role": "user", "content": "hi"}]
 END = "<|im_end|>"
+CONFIGS = {
+    "qwen3": tiny_pair.config(dtype="bfloat16"),
+    "gpt_neox": tiny_pair.neox_config(rotary_size=8),
+}
 
 
-def config(family: str):
-    """Returns the config of a small model of that family."""
-    if family == "qwen3":
-        return tiny_pair.config(dtype="bfloat16")
-    sizes = tiny_pair.config(tie_word_embeddings=False, num_kv_heads=2)
-    found = dataclasses.asdict(sizes)
-    known = {field.name for field in dataclasses.fields(gpt_neox.GPTNeoXConfig)}
-    found = {name: x for name, x in found.items() if name in known}
-    return gpt_neox.GPTNeoXConfig(**found | {"rotary_size": 8})
-
-
-@pytest.fixture(scope="module", params=["qwen3", "gpt_neox"])
+@pytest.fixture(scope="module", params=CONFIGS)
 def pair(request, tmp_path_factory):
     """Returns a model with two stop tokens and a template, its copy, and the folder."""
     folder = tmp_path_factory.mktemp(request.param)
-    tiny_pair.write_model(folder, config(request.param), seed=4)
+    tiny_pair.write_model(folder, CONFIGS[request.param], seed=4)
     backend = tiny_pair.byte_tokenizer()
     backend.add_special_tokens([END])
     backend.save(str(folder / "tokenizer.json"))
@@ -84,3 +82,42 @@ def test_models_that_cannot_be_saved(pair, tmp_path):
     with pytest.raises(ValueError, match="no tokenizer, without which its folder can"):
         bare.save(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+PARAMS = params_lib.cast(decoding.TARGET_PARAMS, "bfloat16")
+PARAMS = PARAMS.replace(final_norm=PARAMS.final_norm.at[0].set(0.0))
+FIRST, *REST = PARAMS.layers
+
+
+def test_copies_have_one_fingerprint():
+    """Fails if the fingerprint depends on the identity or the place of arrays."""
+    copied = jax.tree.map(lambda leaf: jnp.asarray(np.array(leaf)), PARAMS)
+    found = fingerprint.of_params(PARAMS)
+    assert found == fingerprint.of_params(copied)
+    assert len(found) == 64 and set(found) <= set("0123456789abcdef")
+
+
+def first_layer(**changes):
+    return PARAMS.replace(layers=(FIRST.replace(**changes), *REST))
+
+
+CHANGED = {
+    "one bit": lambda: first_layer(
+        down=FIRST.down.at[3, 5].set(jnp.nextafter(FIRST.down[3, 5], jnp.bfloat16(9)))
+    ),
+    "two arrays exchanged": lambda: first_layer(
+        input_norm=FIRST.mlp_norm * 2, mlp_norm=FIRST.input_norm
+    ),
+    "layers exchanged": lambda: PARAMS.replace(layers=PARAMS.layers[::-1]),
+    "a shape": lambda: first_layer(down=FIRST.down.reshape(-1)),
+    "a head of its own": lambda: PARAMS.replace(lm_head=PARAMS.embed),
+    "the sign of a zero": lambda: PARAMS.replace(
+        final_norm=PARAMS.final_norm.at[0].set(-0.0)
+    ),
+    "the dtype": lambda: params_lib.cast(PARAMS, "float32"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_other_weights_have_another_fingerprint(change):
+    assert fingerprint.of_params(CHANGED[change]()) != fingerprint.of_params(PARAMS)

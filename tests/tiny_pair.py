@@ -16,6 +16,7 @@ from spec_jax.model import (
     config as config_lib,
     eagle3_files,
     eagle3_params,
+    gpt_neox,
     head_dialects,
     head_params,
     load,
@@ -48,6 +49,16 @@ def config(**changes) -> config_lib.Qwen3Config:
         "dtype": "float32",
     }  # fmt: skip
     return config_lib.Qwen3Config(**(sizes | changes))
+
+
+def neox_config(**changes) -> gpt_neox.GPTNeoXConfig:
+    """Returns the config of a model with one small layer, of a family without GQA."""
+    sizes = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48,
+        "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 16,
+        "rotary_size": 4, "max_position_embeddings": 2048, "dtype": "float32",
+    }  # fmt: skip
+    return gpt_neox.GPTNeoXConfig(**(sizes | changes))
 
 
 def write_model(

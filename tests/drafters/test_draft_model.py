@@ -97,25 +97,6 @@ def kv_of(memory, slot):
     return decoding.held(memory, int(memory.length[slot]), slot=slot)
 
 
-def test_a_slot_that_is_asked_for_nothing_is_not_touched():
-    """Fails if a slot with gamma 0 changes, or others do not draft as alone."""
-    slots, memory, tokens = begin(as_drafter())
-    gamma = [3, 0, 4, 0]
-    after, proposal = propose(slots, memory, tokens, gamma)
-    assert proposal.num_drafted.tolist() == gamma
-    alone = each.lift(as_drafter(), 1)
-    for slot, count in enumerate(gamma):
-        if not count:
-            testing.assert_same_bits(kv_of(after, slot), kv_of(memory, slot))
-            continue
-        own = alone.prefill(NEARLY, alone.init(**SIZES), PROMPTS[slot], slot=0)
-        one = slice(slot, slot + 1)
-        own, expected = propose(alone, own, tokens[one], [count], length=LENGTHS[one])
-        drafts = proposal.tokens[slot, :count].tolist()
-        assert drafts == expected.tokens[0, :count].tolist()
-        testing.assert_same_bits(kv_of(after, slot), kv_of(own, 0))
-
-
 def test_drafts_stop_where_the_cache_has_no_room():
     """Fails if a slot drafts from a row without a page, or its neighbours otherwise."""
     made = []

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import readme_blocks
+import test_readme
 from decoding import GAMMA_MAX, SMALL, Ask
 from slow_cases import slow, slow_but
 
@@ -71,7 +71,7 @@ CHAINS = {
     "choice": (choice_of(draft_model), choice_params(WEIGHTS)),
     "choice of eagle3": (choice_of(HEADS["eagle3"]), choice_params(EAGLE)),
     "oracle": (alone(oracle.Oracle(gamma_max=GAMMA_MAX, vocab_size=96)), None),
-    "bigram": (alone(readme_blocks.bigram(gamma_max=GAMMA_MAX, vocab_size=96)), None),
+    "bigram": (alone(test_readme.bigram(gamma_max=GAMMA_MAX, vocab_size=96)), None),
     "static draft-model": (functools.partial(draft_model, cache="static"), WEIGHTS),
     "eagle3 with a window": (HEADS[WINDOWED], EAGLE),
     **{name: (HEADS[name], heads.PARAMS[name]) for name in heads.HEADS},

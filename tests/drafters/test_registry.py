@@ -5,7 +5,7 @@ import shutil
 import sys
 
 import pytest
-import readme_blocks
+import test_readme
 import tiny_pair
 
 import spec_jax as sj
@@ -52,8 +52,8 @@ broken = otherdrafters.nowhere:Bigram
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """Installs a package with the README's drafter; yields the name of its module."""
-    drafter, _ = readme_blocks.python_blocks(
-        readme_blocks.README.read_text(), readme_blocks.HEADING
+    drafter, _ = test_readme.python_blocks(
+        test_readme.README.read_text(), test_readme.HEADING
     )
     for name, text in {
         "otherdrafters/__init__.py": "",

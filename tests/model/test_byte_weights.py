@@ -103,31 +103,6 @@ def test_implementations_agree_in_every_family(family, form):
     assert near < 2e-4 < 2e-3 < far, (near, far)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("drafter", "tree", "form", "of_target"),
-    [
-        ("draft-model", None, "q8_0", "q8_0"),
-        ("draft-model", "4x6:15", "q4_1", "q4_1"),
-        ("draft-model", "4x6:15", None, "q8_0"),
-        ("dspark", None, None, "q8_0"),
-        ("dspark", "4x6:15", "q8_0", "q8_0"),
-        ("dspark", None, "q4_1", "q4_1"),
-    ],
-)
-def test_it_is_lossless(drafter, tree, form, of_target):
-    """Fails if rounds of a model with few bits give other tokens than its baseline."""
-    how = {"drafter": drafter, "tree": tree, "draft_weights": form}
-    lm = sj.load(weights=of_target, **how)
-    said = {"q8_0": "q8_0 and bf", "q4_1": "q4_1, q8_0 of the vocabulary, and bf"}
-    assert said[of_target] in lm.card()
-    texts = ["def add(a, b):", "import os"]
-    report = sj.check_lossless(lm, texts, max_tokens=24, num_slots=2)
-    assert report.equal and report.comparisons[0].rounds < 24, report
-    dense = sj.load(drafter="ngram")
-    assert run.provenance(lm) == run.provenance(dense) | {"weights": of_target}
-
-
 @pytest.mark.parametrize(
     "kind", ["eagle3", *map(slow, ("draft-model", "dflash", "dspark"))]
 )
@@ -166,10 +141,10 @@ def test_a_folder_with_copies_of_a_dense_target(form, tmp_path):
         sj.load(target, draft=head, drafter="dspark", weights=form)
 
 
-def load_pair(tmp_path, impl):
+def load_pair(tmp_path, impl, form="q8_0", **how):
     target, draft = tiny_pair.write(tmp_path)
-    how = {"draft": draft, "drafter": "draft-model", "dtype": "bfloat16"}
-    forms = {"weights": "q8_0", "draft_weights": "q8_0"}
+    how |= {"draft": draft, "drafter": "draft-model", "dtype": "bfloat16"}
+    forms = {"weights": form, "draft_weights": form}
     return sj.load(target, **how, **forms, impl=impl, gamma_max=2)
 
 
@@ -185,12 +160,22 @@ def test_it_is_prepared_for_a_gpu(tmp_path):
     testing.assert_same_bits(again, native.params.embed)
 
 
-@pytest.mark.parametrize("impl", ["native", slow("interpret")])
-def test_it_is_lossless_on_each_kernel(impl, tmp_path):
+@pytest.mark.parametrize(
+    ("impl", "form", "tree"),
+    [
+        ("native", "q8_0", None),
+        slow("native", "q8_0", "2x2:4"),
+        slow("native", "q4_1", None),
+        slow("native", "q4_1", "2x2:4"),
+        slow("interpret", "q8_0", None),
+    ],
+)
+def test_it_is_lossless_on_each_kernel(impl, form, tree, tmp_path):
     """Fails if rounds give other tokens than the baseline; "interpret" reads tiles."""
     decoding.needs(impl)
-    lm = load_pair(tmp_path, impl)
-    assert "q8_0 and" in lm.card() and run.provenance(lm)["weights"] == "q8_0"
+    lm = load_pair(tmp_path, impl, form, tree=tree)
+    said = {"q8_0": "q8_0 and bf", "q4_1": "q4_1, q8_0 of the vocabulary, and bf"}
+    assert said[form] in lm.card() and run.provenance(lm)["weights"] == form
     assert sj.check_lossless(lm, ["import"], max_tokens=6).equal
 
 

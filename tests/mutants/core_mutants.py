@@ -9,7 +9,7 @@ from mutant import Mutant
 _ATTENTION = "ops.paged_attention:paged_attention"
 _ROWS = "ops/test_row_attention.py::test_a_row_is_that_row_alone_and_float64s"
 _ALONE = "ops/test_row_contract.py::test_a_row_is_that_row_alone"
-_BLOCKS = "native/test_blocks.py::test_sums_are_in_the_order_of_blocks"
+_BLOCKS = "native/test_native_calls.py::test_sums_are_in_the_order_of_blocks"
 _TILES = "pallas/test_pallas_plans.py::test_eight_bits_on_tiles"
 _WALK = "paging/test_random_walk.py::test_random_walks"
 _CONTRACT = "model/test_rows.py::test_verifying_equals_decoding_one_by_one"
@@ -41,11 +41,11 @@ KERNELS = (
            f"{_ALONE}[xla-byte_project]"),
     Mutant("panels of eight bits have the scales of neighbours", "native.blocks:pack",
            "jnp.pad(halves, missing)", "jnp.pad(jnp.roll(halves, 1, 1), missing)",
-           f"{_BLOCKS}[portable-q8_0-129-40-float32]"),
+           f"{_BLOCKS}[q8_0-129-40-float32-portable]"),
     Mutant("panels of four bits have minima of zero", "native.blocks:pack",
            "in jax.tree.leaves((w.scales, w.minima))",
            "in (w.scales, *([] if w.minima is None else [0 * w.minima]))",
-           f"{_BLOCKS}[portable-q4_1-129-40-float32]"),
+           f"{_BLOCKS}[q4_1-129-40-float32-portable]"),
     Mutant("a product of four bits leaves out the minima", "native.blocks:product",
            "return sums + jnp.einsum(\"...,n->...n\", totals, minima)", "return sums",
            "ops/test_projection.py::test_products_of_blocks_are_those_of_float64"
@@ -189,7 +189,7 @@ RULES = (
            "rules/test_acceptance.py::test_the_law_is_the_targets[rejection-random-3-2]"),
     *(Mutant(f"in a tree the residual is not subtracted: {rule}",
              "rules.acceptance:residual", "target - draft", f"target - {few} * draft",
-             f"rules/test_tree_law.py::{_LAW}[{rule}-{shape}]")
+             f"rules/test_laws.py::{_LAW}[{rule}-{shape}]")
       for few, rule, shape in ((0, "rejection", "2x2"), (0.5, "block", "2x2"),
                                   (0.9, "multipath", "2-1-1"))),
     Mutant("a bonus is drawn from the row before",

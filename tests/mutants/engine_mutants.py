@@ -47,7 +47,7 @@ ROUNDS = (
            "engine/test_baseline.py::test_a_full_static_cache_keeps_what_is_committed"),
 )  # fmt: skip
 
-_LAW = "rules/test_round_laws.py::"
+_LAW = "rules/test_laws.py::"
 
 SCHEDULES = (
     Mutant("a schedule looks past the first fall", "gamma.schedule:schedule",
@@ -135,7 +135,7 @@ SLOTS = (
            _STOPS + "[stream]"),
     Mutant("the stop text that is complete last counts", "model.stop_texts:Search.push",
            "min(ends)", "max(ends)",
-           "model/test_stop_texts.py::test_ends_by_hand[two in a token]"),
+           _STOPS + "[plain]"),
 )  # fmt: skip
 
 DRAFTERS = (

@@ -20,27 +20,18 @@ from spec_jax.model import row_model
 from spec_jax.paging import allocator
 
 
-SLAB = 16
-PREFIX = 250  # a window crosses a page, a block and a split of the keys
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 SIZES |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-
-
-def window(count, slot=0, start=PREFIX):
-    """Lists rows of a slot's own text."""
-    text = rows_lib.text(slot, PREFIX + SLAB)
-    return [(int(text[p]), slot, p) for p in range(start, start + count)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model(rows_lib.Model):
     """One executable for everything: prefix, decoding and verification."""
 
-    slab = SLAB
-
-    def fill(self, kv, *, slot=0, length=PREFIX):
-        for start in range(0, length, SLAB):
-            kv, _ = self.run(kv, window(min(SLAB, length - start), slot, start))
+    def fill(self, kv, *, slot=0, length=rows_lib.PREFIX):
+        text = [(int(x), slot, at) for at, x in enumerate(rows_lib.text(slot)[:length])]
+        for start in range(0, length, self.slab):
+            kv, _ = self.run(kv, text[start : start + self.slab])
         return kv
 
 
@@ -50,20 +41,7 @@ def test_verifying_equals_decoding_one_by_one(weights):
     changes = SIZES | {"num_layers": 1, "weights": weights}
     made = rows_lib.make_model("bfloat16", "interpret", **changes)
     model = Model(config=made.config, params=made.params, impl=made.impl)
-    # A pool of NaN, with a slot's prefix on pages in random order.
-    filled = model.fill(rows_lib.make_cache(model.config))
-    decoded_kv, decoded = model.decode_one_by_one(filled, window(SLAB))
-    assert np.isfinite(decoded.logits).all()
-    for count in (1, 2, 5, SLAB):
-        verified_kv, verified = model.run(filled, window(count))
-        expected = rows_lib.first(decoded, count)
-        testing.assert_same_bits(verified, expected, what=f"{count} live")
-        testing.assert_same_bits(
-            *(
-                rows_lib.written(kv, 0, PREFIX + count)
-                for kv in (verified_kv, decoded_kv)
-            )
-        )
+    rows_lib.assert_verifying_is_decoding(model, (1, 2, rows_lib.WINDOW))
 
 
 @pytest.mark.slow

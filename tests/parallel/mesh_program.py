@@ -26,7 +26,6 @@ from spec_jax.debug import recorder
 from spec_jax.engine import round as round_lib
 from spec_jax.model import (
     decoder,
-    gpt_neox,
     load,
     params as params_lib,
     qwen2,
@@ -50,12 +49,9 @@ ROWS = 4
 def write_neox(folder: pathlib.Path, seed: int = 0, **changes) -> pathlib.Path:
     """Writes a GPT-NeoX model of similar sizes, with random biases and norms, too. Half
     of the dimensions of a head are rotated."""
-    names = ("vocab_size", "intermediate_size", "num_layers", "max_position_embeddings")
-    config = gpt_neox.GPTNeoXConfig(
-        **{name: getattr(CONFIG, name) for name in names},
-        **{"num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "hidden_size": 64},
-        **({"rotary_size": 4, "dtype": "float32"} | changes),
-    )
+    heads = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 8, "hidden_size": 64}
+    same = {"vocab_size": CONFIG.vocab_size, "intermediate_size": 80}
+    config = tiny_pair.neox_config(**(heads | same | changes))
     return write_biased(folder, config, seed)
 
 

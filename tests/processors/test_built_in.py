@@ -45,23 +45,24 @@ def make(name: str) -> processor_lib.Processor:
 NAMES = ("bias", "words", "least", "penalties", "grammar", "all")
 
 
-def expected(name: str, prompt: list[int], answer: list[int], logits) -> np.ndarray:
+def expected(
+    name: str, prompt, answer, logits, *, penalties=PENALTIES, words=WORDS
+) -> np.ndarray:
     """Returns the processed logits in float64, by the definitions of the processors."""
-    row = np.array(logits, np.float64)
-    text = [*prompt, *answer]
+    row, text = np.array(logits, np.float64), [*prompt, *answer]
     if name in ("penalties", "all"):
         for token in set(text):
             at = row[token]
-            factor = np.float64(np.float32(PENALTIES["repetition"]))
+            factor = np.float64(np.float32(penalties["repetition"]))
             row[token] = at / factor if at > 0 else at * factor
         for token in set(answer):
-            count = answer.count(token)
-            row[token] -= PENALTIES["frequency"] * count + PENALTIES["presence"]
+            count = list(answer).count(token)
+            row[token] -= penalties["frequency"] * count + penalties["presence"]
     if name in ("bias", "all"):
         for token, value in BIAS.items():
             row[token] += value
     if name in ("words", "all"):
-        for *before, last in WORDS:
+        for *before, last in words:
             if text[len(text) - len(before) :] == before:
                 row[last] = -np.inf
     if name in ("least", "all") and len(answer) < 6:

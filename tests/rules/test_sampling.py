@@ -1,6 +1,5 @@
 """Sampling: settings, filters against an oracle, and the law of a draw."""
 
-import functools
 import math
 
 import jax
@@ -140,7 +139,7 @@ SIGMAS = 5.0
 def test_filters_agree_with_hugging_face(values, rng):
     """Fails if the order of filters differs from `generate`'s, or if top-k cuts logits
     that equal its last one, or min-p its bound, in XLA or native kernels: draws must
-    have each likely token that is kept, and no other. `pallas/test_pallas_sampling`
+    have each likely token that is kept, and no other. `pallas/test_pallas_plans`
     checks the kernels of a GPU."""
     logits = (3 * rng.standard_normal((9, 50))).astype(np.float32)
     if "top_p" not in values:  # The library cuts ties in another order.
@@ -158,70 +157,6 @@ def test_filters_agree_with_hugging_face(values, rng):
     assert shares[expected > 0.02].all()
     error = np.sqrt(expected * (1 - expected) / NUM_ROWS)
     assert np.all(np.abs(shares - expected) <= SIGMAS * error + 1e-9)
-
-
-def test_a_large_vocabulary_is_filtered_as_a_small_one(rng):
-    """Fails if a search misses an index, or sums of 20,001 entries are too coarse."""
-    logits = (4 * rng.standard_normal(20_001)).astype(np.float32)
-    for values in ({"top_k": 300}, {"top_p": 0.9}, {"top_p": 0.999, "min_p": 1e-3}):
-        found = np.asarray(distribution(logits, sampling.make_settings(**values)))
-        expected = oracle(logits, **values)
-        # A sum in float32 may be rounded past the boundary: one token more or less.
-        assert abs(np.sum(found > 0) - np.sum(expected > 0)) <= ("top_p" in values)
-        np.testing.assert_allclose(found, expected, atol=1e-4)
-    even = np.zeros(20_001, np.float32)
-    assert np.all(distribution(even, sampling.make_settings(top_k=7)) > 0)
-    first = distribution(even, sampling.make_settings(top_p=6.5 / 20_001))
-    assert np.flatnonzero(first).tolist() == list(range(7))
-
-
-NUM_DRAWS = 2**16
-
-
-def sample(logits, settings, position):
-    """Returns the token of one position."""
-    return jnp.argmax(sampling.noisy_weights(logits, settings, position))
-
-
-@functools.partial(jax.jit, static_argnames="draw")
-def draws(logits, settings, draw):
-    """Returns `NUM_DRAWS` draws from one row, at as many positions."""
-    positions = jnp.arange(NUM_DRAWS, dtype=jnp.int32)
-    return jax.vmap(lambda position: draw(logits, settings, position))(positions)
-
-
-def worst_frequency(draw, values) -> float:
-    """Returns the largest deviation from the oracle, in standard errors, n = 65,536."""
-    logits = np.linspace(-2, 2, VOCAB, dtype=np.float32)[::-1]
-    found = np.bincount(
-        draws(logits, sampling.make_settings(**values), draw), minlength=VOCAB
-    )
-    law = oracle(logits, **values)
-    assert not found[law == 0].any()
-    error = np.abs(found / NUM_DRAWS - law)[law > 0]
-    law = law[law > 0]
-    return float(np.max(error / np.sqrt(law * (1 - law) / NUM_DRAWS)))
-
-
-def unheated(logits, settings, position):
-    """Plants temperature 1 in place of the given one."""
-    settings = settings.replace(temperature=jnp.ones_like(settings.temperature))
-    return sample(logits, settings, position)
-
-
-@pytest.mark.parametrize(
-    "values",
-    ({}, {"temperature": 1.5, "top_k": 8, "top_p": 0.95, "min_p": 0.05}),
-    ids=("plain", "all filters"),
-)
-def test_draws_follow_the_distribution(values):
-    """Checks that each token's frequency is within 5 standard errors."""
-    assert worst_frequency(sample, values) < SIGMAS
-
-
-def test_wrong_draws_are_caught():
-    """Negative control: planted draws deviate by twice the bound, at the same n."""
-    assert worst_frequency(unheated, {"temperature": 0.6}) > 2 * SIGMAS
 
 
 @pytest.mark.parametrize(
