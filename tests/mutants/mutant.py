@@ -127,6 +127,13 @@ def takes(**changes: Callable) -> Callable[[Callable], Callable]:
     return wrong
 
 
+def fields(**changes: Callable) -> Callable:
+    """Returns a change of a node: the change of each field, by the field's name."""
+    return lambda node: node.replace(
+        **{name: change(getattr(node, name)) for name, change in changes.items()}
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Mutant(_Planted):
     """A fault of one place in a function's source text."""
