@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spec_jax.native import calls, draws as draws_lib, steps
 
@@ -51,20 +50,14 @@ def append_context(
     Returns:
       The pages, which are updated in place.
     """
-    R, width = features.shape
-    calls.check_shapes(
-        tokens=(rows.tokens, (R,)),
-        fc=(fc, (model.size, width)),
-        hidden_norm=(hidden_norm, (model.size,)),
-    )
+    width, D = features.shape[1], model.size
     calls.check_dtypes(features, fc, hidden_norm, model.final_norm)
-    _, pages = model.run(
-        "spec_jax_append_context",
-        [],
-        *(features, calls.packed(fc, None).data, hidden_norm),
-        rows=rows,
-        angles=angles,
-    )
+    given = {
+        "features": (features, (*rows.tokens.shape, width)),
+        "fc": (calls.matrix(fc), (D, width)),
+        "hidden_norm": (hidden_norm, (D,)),
+    }
+    _, pages = model.run("append_context", [], given, rows=rows, angles=angles)
     return pages
 
 
@@ -83,15 +76,12 @@ def blocks(
     (R,) = rows.tokens.shape
     if R % block_size:
         raise ValueError(f"{R} rows are no whole blocks of {block_size}")
+    outputs = [
+        ((R, model.size), model.final_norm.dtype),
+        ((R, model.num_logits), jnp.float32),
+    ]
     (hidden, logits), pages = model.run(
-        "spec_jax_blocks",
-        [
-            jax.ShapeDtypeStruct((R, model.size), model.final_norm.dtype),
-            jax.ShapeDtypeStruct((R, model.num_logits), jnp.float32),
-        ],
-        rows=rows,
-        angles=angles,
-        block_size=np.int64(block_size),
+        "blocks", outputs, {}, rows=rows, angles=angles, block_size=block_size
     )
     return hidden, logits, pages
 
@@ -126,52 +116,56 @@ def slot_chains(
       `[S, most, Vd]`, unspecified from there on, otherwise None.
     """
     S, most, Vd = logits.shape
-    calls.check_shapes(anchors=(anchors, (S,)), counts=(counts, (S,)))
-    names = calls.or_empty("names", names, (Vd,), jnp.int32)
     if embed is None or out is None:
-        table = data = jnp.zeros((0, 0), jnp.float32)
-        entries = rank = 0
+        embed = out = None
     else:
-        entries, rank = embed.shape
-        calls.check_shapes(out=(out, (Vd, rank)))
         calls.check_dtypes(embed, out)
-        table, data = calls.data_of(embed), calls.packed(out, isa).data
-    gates = _mix_arguments(mix, (S, most, rank), table.dtype, isa)
+    entries, rank = (0, 0) if embed is None else embed.shape
+    given = {
+        "logits": logits,
+        "anchors": (anchors, (S,)),
+        "counts": (jnp.minimum(counts, most), (S,)),
+        "names": (names, (Vd,), jnp.int32),
+        "embed": (embed, (entries, rank)),
+        "out": (calls.matrix(out, isa), (Vd, rank)),
+    }
+    given |= _mix_arguments(mix, (S, most, rank), embed, isa)
     how, attributes = draws_lib.arguments(draws, S)
     tokens, log_weights = calls.call(
-        "spec_jax_slots",
+        "slots",
         draws_lib.chain_results(draws, (S, most, Vd)),
-        *(logits, anchors, jnp.minimum(counts, most), names, table, data, *gates, *how),
+        given | how,
         isa=isa,
-        entries=np.int64(entries),
-        rank=np.int64(rank),
+        entries=entries,
+        rank=rank,
         **attributes,
     )
     return tokens, draws_lib.given(log_weights)
 
 
-def _mix_arguments(mix: Mix | None, shape: tuple[int, int, int], dtype, isa) -> tuple:
-    """Returns the arrays of a mix, empty without a mix.
+def _mix_arguments(mix: Mix | None, shape: tuple[int, int, int], embed, isa) -> dict:
+    """Returns the arrays of a mix.
 
     Args:
       shape: blocks, slots of each that predict, and the rank of the head.
     """
-    if mix is None:
-        empty = jnp.zeros((0,), dtype)
-        return empty, empty, jnp.zeros((0, 0, 0), dtype)
-    weight, bias, hidden = mix
-    (S, most, rank), (_, places, D) = shape, hidden.shape
-    if places < most or bias.size not in (rank, 3 * rank):
-        raise ValueError(
-            f"{places} hidden states for {most} slots, and {bias.size} gates of a head "
-            f"of rank {rank}: give as many states at least, and {rank} gates, or "
-            f"{3 * rank} of a recurrent head"
-        )
-    width = D + (rank if bias.size == rank else 2 * rank)
-    calls.check_shapes(
-        hidden=(hidden, (S, places, D)),
-        bias=(bias, (bias.size,)),
-        weight=(weight, (bias.size, width)),
-    )
-    calls.check_dtypes(weight, bias, hidden, jnp.zeros((0,), dtype))
-    return calls.packed(weight, isa).data, bias, hidden
+    (S, most, rank), D, places, size = shape, 0, 0, 0
+    weight = bias = hidden = None
+    if mix is not None:
+        weight, bias, hidden = mix
+        (_, places, D), size = hidden.shape, bias.size
+        if places < most or size not in (rank, 3 * rank):
+            raise ValueError(
+                f"{places} hidden states for {most} slots, and {size} gates of a head "
+                f"of rank {rank}: give as many states at least, and {rank} gates, or "
+                f"{3 * rank} of a recurrent head"
+            )
+        calls.check_dtypes(weight, bias, hidden, embed)
+    return {
+        "weight": (
+            calls.matrix(weight, isa),
+            (size, D + rank * (1 if size == rank else 2)),
+        ),
+        "bias": (bias, (size,)),
+        "hidden": (hidden, (S, places, D)),
+    }

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spec_jax.native import calls, steps
 
@@ -34,7 +33,6 @@ class HeadModel(steps.Model):
         if len(self.layers) != 1:
             raise ValueError(f"{len(self.layers)} layers: a head has one")
         super().__post_init__()
-        calls.check_shapes(hidden_norm=(self.hidden_norm, (self.size,)))
         calls.check_dtypes(self.hidden_norm, self.final_norm)
 
     @property
@@ -42,18 +40,12 @@ class HeadModel(steps.Model):
         """The values that the layer reads of a row."""
         return 2 * self.size
 
-    def call(self, target: str, outputs: list, *own: jax.Array, **how: Any):
+    def call(self, target: str, outputs: list, given: dict[str, Any], **how: Any):
         """Implements `steps.Model.call` by a kernel of heads."""
-        return super().call(
-            target,
-            outputs,
-            *own,
-            self.hidden_norm,
-            norm_before_residual=self.norm_before_residual,
-            norm_output=self.norm_output,
-            window=np.int64(self.window),
-            **how,
-        )
+        how |= {"norm_before_residual": self.norm_before_residual}
+        how |= {"norm_output": self.norm_output, "window": self.window}
+        given |= {"hidden_norm": (self.hidden_norm, (self.size,))}
+        return super().call(target, outputs, given, **how)
 
 
 def step(
@@ -73,14 +65,14 @@ def step(
       Logits `[R, N]` float32 of the head's own tokens, the features `[R, D]` of the
       pairs that come next, and the pages, which are updated in place.
     """
-    calls.check_shapes(features=(features, (*rows.tokens.shape, model.size)))
     calls.check_dtypes(features, model.final_norm)
     outputs = [
-        jax.ShapeDtypeStruct((rows.tokens.size, model.num_logits), jnp.float32),
-        jax.ShapeDtypeStruct(features.shape, features.dtype),
+        ((rows.tokens.size, model.num_logits), jnp.float32),
+        (features.shape, features.dtype),
     ]
+    given = {"features": (features, (*rows.tokens.shape, model.size))}
     (logits, following), pages = model.run(
-        "spec_jax_head_step", outputs, features, rows=rows, angles=angles
+        "head_step", outputs, given, rows=rows, angles=angles
     )
     return logits, following, pages
 
@@ -105,10 +97,9 @@ def chains(
     Returns:
       As `steps.chains`.
     """
-    calls.check_shapes(features=(features, (*tokens.shape, model.size)))
     calls.check_dtypes(features, model.final_norm)
-    names = calls.or_empty("names", names, (model.num_logits,), jnp.int32)
-    own = features, names
-    return steps.chains(
-        tokens, model, angles, target="spec_jax_head_chains", own=own, **how
-    )
+    own = {
+        "features": (features, (*tokens.shape, model.size)),
+        "names": (names, (model.num_logits,), jnp.int32),
+    }
+    return steps.chains(tokens, model, angles, target="head_chains", own=own, **how)

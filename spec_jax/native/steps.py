@@ -4,6 +4,7 @@ Their bits are those of the functions of `calls`, one by one.
 """
 
 import dataclasses
+import itertools
 import typing
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
@@ -21,7 +22,7 @@ Angles = tuple[jax.Array, jax.Array]
 
 
 class LayerWeights(typing.NamedTuple):
-    """A layer, in the order of the kernels' arrays; matrices as panels.
+    """A layer; matrices as panels.
 
     Give both norms of heads, or neither.
     """
@@ -84,33 +85,8 @@ class Model:
     def __post_init__(self) -> None:
         if self.has_own_tokens and self.head is None:
             raise ValueError("head=None: a head has logits of its own tokens")
-        D = self.size
-        P, C, K, H = self.pages[0][0].shape
-        N, F = self._sizes()
         if self.head is None and not isinstance(self.embed, panels.Panels):
             raise ValueError("a table that is the head, too, is to be of panels")
-        head_shape = self.num_logits, D
-        calls.check_shapes(
-            final_norm=(self.final_norm, (D,)), head=(self.head, head_shape)
-        )
-        calls.check_dtypes(self.embed, self.final_norm, self.head)
-        for layer, (k, v) in zip(self.layers, self.pages, strict=True):
-            calls.check_heads((N, K, H), layer.q_norm, layer.k_norm)
-            fused = 2 * K * H if layer.kv is None else 0
-            calls.check_shapes(
-                input_norm=(layer.input_norm, (D,)),
-                qkv=(layer.qkv, (N * H + fused, self.row_size)),
-                kv=(layer.kv, (2 * K * H, D)),
-                q_norm=(layer.q_norm, (H,)),
-                k_norm=(layer.k_norm, (H,)),
-                attention_out=(layer.attention_out, (D, N * H)),
-                mlp_norm=(layer.mlp_norm, (D,)),
-                gate_up=(layer.gate_up, (2 * F, D)),
-                down=(layer.down, (D, F)),
-                k_pages=(k, (P, C, K, H)),
-                v_pages=(v, (P, C, K, H)),
-            )
-            calls.check_dtypes(*layer, k, v, self.final_norm)
 
     @property
     def size(self) -> int:
@@ -133,53 +109,68 @@ class Model:
         first, H = self.layers[0], self.pages[0][0].shape[3]
         return first.attention_out.shape[1] // H, first.down.shape[1]
 
+    def _arrays(
+        self, layer: LayerWeights, pools: tuple[jax.Array, jax.Array]
+    ) -> list[jax.Array]:
+        """Returns a layer's weights as the kernels take them."""
+        (N, F), D, (P, C, K, H) = self._sizes(), self.size, self.pages[0][0].shape
+        calls.check_heads((N, K, H), layer.q_norm, layer.k_norm)
+        calls.check_dtypes(*layer, *pools, self.final_norm)
+        k_pages, v_pages = ((pool, (P, C, K, H)) for pool in pools)
+        calls.check_shapes(k_pages=k_pages, v_pages=v_pages)
+        fused = 2 * K * H if layer.kv is None else 0
+        return calls.arrays(
+            {
+                "input_norm": (layer.input_norm, (D,)),
+                "qkv": (calls.matrix(layer.qkv), (N * H + fused, self.row_size)),
+                "q_norm": (layer.q_norm, (H,)),
+                "k_norm": (layer.k_norm, (H,)),
+                "attention_out": (calls.matrix(layer.attention_out), (D, N * H)),
+                "mlp_norm": (layer.mlp_norm, (D,)),
+                "gate_up": (calls.matrix(layer.gate_up), (2 * F, D)),
+                "down": (calls.matrix(layer.down), (D, F)),
+                "kv": (calls.matrix(layer.kv), (2 * K * H, D)),
+            }
+        )
+
     def call(
         self,
         target: str,
         outputs: list,
-        *own: jax.Array,
+        given: dict[str, Any],
+        *,
         angles: Angles,
+        num_rows: int,
         **attributes,
-    ) -> tuple[list[jax.Array], Pages]:
-        """Calls a kernel that takes `own`, the weights, and the pages.
+    ) -> tuple[tuple[jax.Array, ...], Pages]:
+        """Calls a kernel that takes `given`, the weights, and the pages.
 
         Args:
-          angles: of the rows.
+          angles: of `num_rows` rows.
 
         Returns:
-          The kernel's results, of the shapes `outputs`, and the pages.
+          The kernel's results, as `calls.call` takes `outputs`, and the pages.
         """
-        none = jnp.zeros((0,), self.final_norm.dtype)  # as in `calls.project`
-
-        def data_of(weight: calls.Weight | None) -> jax.Array:
-            if weight is None:
-                return none
-            if len(weight.shape) == 1:
-                return calls.data_of(weight)
-            return calls.packed(weight, None).data
-
-        cos, sin = (values.astype(jnp.float32) for values in angles)
-        arguments = [*own, self.page_table, cos, sin, calls.data_of(self.embed)]
-        arguments += [self.final_norm, data_of(self.head)]
-        everything, aliases = list(outputs), {}
-        for layer, pools in zip(self.layers, self.pages, strict=True):
-            arguments += map(data_of, layer)
-            for pool in pools:
-                aliases[len(arguments)] = len(everything)
-                arguments.append(pool)
-                everything.append(jax.ShapeDtypeStruct(pool.shape, pool.dtype))
+        calls.check_dtypes(self.embed, self.final_norm, self.head)
+        turn = num_rows, self.pages[0][0].shape[3] // 2
+        cos, sin = ((values.astype(jnp.float32), turn) for values in angles)
+        head = calls.matrix(self.head), (self.num_logits, self.size)
+        given |= {"page_table": (self.page_table, (None, None)), "cos": cos, "sin": sin}
+        given |= {"embed": self.embed, "final_norm": (self.final_norm, (self.size,))}
+        layers = map(self._arrays, self.layers, self.pages)
         num_heads, mlp_size = self._sizes()
         found = calls.call(
             target,
-            everything,
-            *arguments,
-            aliases=aliases,
-            entries=np.int64(self.embed.shape[0]),
-            own_entries=np.int64(self.num_logits),
-            num_heads=np.int64(num_heads),
-            mlp_size=np.int64(mlp_size),
-            eps=np.float32(self.eps),
-            scale=np.float32(self.scale),
+            outputs,
+            given | {"head": head},
+            *itertools.chain(*layers),
+            updated=[*itertools.chain(*self.pages)],
+            entries=self.embed.shape[0],
+            own_entries=self.num_logits,
+            num_heads=num_heads,
+            mlp_size=mlp_size,
+            eps=self.eps,
+            scale=self.scale,
             **attributes,
         )
         pools = found[len(outputs) :]
@@ -189,35 +180,21 @@ class Model:
         self,
         target: str,
         outputs: list,
-        *own: jax.Array,
+        given: dict[str, Any],
+        *,
         rows: Any,
-        angles: Angles,
-        **attributes: Any,
-    ) -> tuple[list[jax.Array], Pages]:
-        """Calls a kernel that runs rows, as `call` does.
-
-        Args:
-          own: arrays that the kernel takes before the rows.
-          rows: a `model.decoder.Rows`.
-
-        Raises:
-          ValueError: shapes that do not fit each other.
-        """
-        (R,), half = rows.tokens.shape, self.pages[0][0].shape[3] // 2
-        table, (cos, sin) = self.page_table, angles
-        calls.check_shapes(
-            page_table=(table, (table.shape[0], table.shape[-1])),
-            slots=(rows.slots, (R,)),
-            positions=(rows.positions, (R,)),
-            cos=(cos, (R, half)),
-            sin=(sin, (R, half)),
-            num_active=(rows.num_active, ()),
-        )
-        where = rows.tokens, rows.slots, rows.positions, rows.num_active
-        branch = calls.branch_of(rows.branch, R)
-        return self.call(
-            target, outputs, *own, *where, branch, angles=angles, **attributes
-        )
+        **how: Any,
+    ) -> tuple[tuple[jax.Array, ...], Pages]:
+        """Calls a kernel that runs rows, a `model.decoder.Rows`, as `call` does."""
+        (R,) = rows.tokens.shape
+        given |= {
+            "tokens": rows.tokens,
+            "slots": (rows.slots, (R,)),
+            "positions": (rows.positions, (R,)),
+            "num_active": (rows.num_active, ()),
+            "branch": (rows.branch, (R, None), jnp.int32),
+        }
+        return self.call(target, outputs, given, num_rows=R, **how)
 
 
 def step(
@@ -241,16 +218,11 @@ def step(
     if not all(0 <= tap <= len(model.layers) for tap in taps):
         raise ValueError(f"{taps=} of {len(model.layers)} layers")
     outputs = [
-        jax.ShapeDtypeStruct((R if with_logits else 0, V), jnp.float32),
-        jax.ShapeDtypeStruct((R, len(taps), D), model.final_norm.dtype),
+        ((R if with_logits else 0, V), jnp.float32),
+        ((R, len(taps), D), model.final_norm.dtype),
     ]
-    (logits, features), pages = model.run(
-        "spec_jax_step",
-        outputs,
-        rows=rows,
-        angles=angles,
-        taps=np.asarray(taps, np.int64),
-    )
+    how = {"rows": rows, "angles": angles, "taps": np.asarray(taps, np.int64)}
+    (logits, features), pages = model.run("step", outputs, {}, **how)
     return logits, features, pages
 
 
@@ -264,8 +236,8 @@ def chains(
     counts: jax.Array,  # [S] int32
     most: int,
     draws: draws_lib.Draws | None = None,
-    target: str = "spec_jax_chains",
-    own: tuple[jax.Array, ...] = (),
+    target: str = "chains",
+    own: dict[str, Any] | None = None,
 ) -> tuple[jax.Array, jax.Array | None, Pages]:
     """Continues texts in one call: as many steps as the longest of them takes.
 
@@ -285,23 +257,22 @@ def chains(
       of each slot are written.
     """
     S, W = tokens.shape
-    shape = S * (W + most - 1), model.pages[0][0].shape[3] // 2
-    calls.check_shapes(
-        page_table=(model.page_table, (S, model.page_table.shape[1])),
-        starts=(starts, (S,)),
-        pending=(pending, (S,)),
-        counts=(counts, (S,)),
-        cos=(angles[0], shape),
-        sin=(angles[1], shape),
-    )
+    calls.check_shapes(page_table=(model.page_table, (S, None)))
     # The kernel indexes by both.
     counts = jnp.where((pending > 0) & (pending <= W), jnp.minimum(counts, most), 0)
+    texts = {
+        "tokens": tokens,
+        "starts": (starts, (S,)),
+        "pending": (pending, (S,)),
+        "counts": (counts, (S,)),
+    }
     how, attributes = draws_lib.arguments(draws, S)
     (drafts, log_weights), pages = model.call(
         target,
         draws_lib.chain_results(draws, (S, most, model.num_logits)),
-        *(*own, tokens, starts, pending, counts, *how),
+        {**(own or {}), **texts, **how},
         angles=angles,
+        num_rows=S * (W + most - 1),
         **attributes,
     )
     return drafts, draws_lib.given(log_weights), pages

@@ -90,14 +90,12 @@ def poisoned(monkeypatch):
     """Gives steps memory of NaN to write their results to."""
     call = steps.calls.call
 
-    def poison(target, outputs, *arguments, aliases=None, **how):
-        is_step = target == "spec_jax_step"
-        for number, output in enumerate(outputs if is_step else ()):
-            if output.size and number not in aliases.values():
-                aliases = aliases | {len(arguments): number}
-                # Kernels take any number of arguments after those of the last layer.
-                arguments += (jnp.full(output.shape, jnp.nan, output.dtype),)
-        return call(target, outputs, *arguments, aliases=aliases, **how)
+    def poison(target, outputs, *arguments, updated, **how):
+        if target == "step":
+            # Kernels take any number of arguments between the last layer and the pools.
+            nans = [jnp.full(shape, jnp.nan, dtype) for shape, dtype in outputs]
+            outputs, updated = [], [*nans, *updated]
+        return call(target, outputs, *arguments, updated=updated, **how)
 
     monkeypatch.setattr(steps.calls, "call", poison)
 
