@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from spec_jax.native import calls, draws as draws_lib, steps
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class BlockModel(steps.Model):
     """A drafter whose layers have queries apart from keys and values."""
 
-    heads: ClassVar[dict[str, str]] = {"qkv": "q", "kv": "kv"}
+    queries: ClassVar[str] = "q"
     has_own_tokens: ClassVar[bool] = True
 
 
@@ -35,55 +35,51 @@ class Mix(typing.NamedTuple):
 
 def append_context(
     features: jax.Array,  # [R, taps * D]
-    model: BlockModel,
-    *,
-    fc: calls.Weight,  # [D, taps * D]
-    hidden_norm: jax.Array,  # [D]
     rows: Any,
+    model: BlockModel,
     angles: steps.Angles,
-) -> steps.Pages:
+) -> Any:
     """Writes the keys and values of the active rows' context in one call.
 
     Args:
       rows: a `model.decoder.Rows`, whose tokens are not read.
 
     Returns:
-      The pages, which are updated in place.
+      The cache, whose pages are updated in place.
     """
-    width, D = features.shape[1], model.size
-    calls.check_dtypes(features, fc, hidden_norm, model.final_norm)
+    width, D, params = features.shape[1], model.size, model.params
+    calls.check_dtypes(features, params.fc, params.hidden_norm, params.final_norm)
     given = {
         "features": (features, (*rows.tokens.shape, width)),
-        "fc": (calls.matrix(fc), (D, width)),
-        "hidden_norm": (hidden_norm, (D,)),
+        "fc": (calls.matrix(params.fc), (D, width)),
+        "hidden_norm": (params.hidden_norm, (D,)),
     }
-    _, pages = model.run("append_context", [], given, rows=rows, angles=angles)
-    return pages
+    (kv,) = model.run("append_context", [], given, rows=rows, angles=angles)
+    return kv
 
 
 def blocks(
     rows: Any, model: BlockModel, angles: steps.Angles, *, block_size: int
-) -> tuple[jax.Array, jax.Array, steps.Pages]:
+) -> tuple[Any, jax.Array, jax.Array]:
     """Runs whole blocks, whose rows see their context and each other, in one call.
 
     Args:
       rows: a `model.decoder.Rows`.
 
     Returns:
-      Hidden states `[R, D]` after the final norm, logits `[R, Vd]` float32, and the
-      pages, which are updated in place.
+      The cache, its pages updated in place; hidden states `[R, D]` after the final
+      norm; and logits `[R, Vd]` float32.
     """
     (R,) = rows.tokens.shape
     if R % block_size:
         raise ValueError(f"{R} rows are no whole blocks of {block_size}")
     outputs = [
-        ((R, model.size), model.final_norm.dtype),
+        ((R, model.size), model.dtype),
         ((R, model.num_logits), jnp.float32),
     ]
-    (hidden, logits), pages = model.run(
+    return model.run(
         "blocks", outputs, {}, rows=rows, angles=angles, block_size=block_size
     )
-    return hidden, logits, pages
 
 
 def slot_chains(

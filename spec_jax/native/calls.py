@@ -130,8 +130,8 @@ def pack(
     return panels.Panels(data=data, shape=(N, K))
 
 
-def matrix(w: Weight | None, isa: str | None = None) -> panels.Panels | None:
-    """Returns a weight as kernels multiply by it; None for None."""
+def matrix(w: Weight | None, isa: str | None = None) -> Any:
+    """Returns panels of a weight, by which the kernels multiply; None for None."""
     return w if w is None or isinstance(w, panels.Panels) else pack(w, isa=isa)
 
 
@@ -229,7 +229,7 @@ def attend(
     eps: float,
     scale: float,
     isa: str | None = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Implements `ops.row_attention.row_attention`. The pages are updated in place.
 
     An active row whose slot, position or pages do not exist writes nothing, and its
@@ -253,8 +253,10 @@ def attend(
         "branch": (branch, (R, None), jnp.int32),
         "firsts": (firsts, (R,), jnp.int32),
     }
-    outputs, pools = [((R, N * H), heads.dtype)], (k_pages, v_pages)
-    return call("attend", outputs, given, updated=pools, isa=isa, eps=eps, scale=scale)
+    how: dict[str, Any] = {"updated": (k_pages, v_pages), "isa": isa}
+    how |= {"eps": eps, "scale": scale}
+    out, *pools = call("attend", [((R, N * H), heads.dtype)], given, **how)
+    return out, pools[0], pools[1]
 
 
 def argmax(

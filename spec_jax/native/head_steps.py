@@ -5,6 +5,7 @@ head computes.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -13,27 +14,23 @@ import jax.numpy as jnp
 from spec_jax.native import calls, steps
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class HeadModel(steps.Model):
     """A head of one layer, whose `qkv` is `[.., 2D]`, the token's columns first.
 
-    Its `head` has a row for each token of its own, `embed` for each of the target's.
+    Its `lm_head` has a row for each token of its own, `embed` for each of the target's.
 
-    Raises:
-      ValueError: as a `steps.Model`; other than one layer.
+    Attributes:
+      params: a `model.eagle3_params.Eagle3Params`, and `head` its config.
     """
 
-    hidden_norm: jax.Array  # [D], of features
-    norm_before_residual: bool
-    norm_output: bool
-    window: int = 0  # keys that a row sees, its own the last; 0: all
+    head: Any
     has_own_tokens: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if len(self.layers) != 1:
-            raise ValueError(f"{len(self.layers)} layers: a head has one")
-        super().__post_init__()
-        calls.check_dtypes(self.hidden_norm, self.final_norm)
+    @property
+    def layers(self) -> Sequence[Any]:
+        """The only layer."""
+        return [self.params]
 
     @property
     def row_size(self) -> int:
@@ -42,9 +39,11 @@ class HeadModel(steps.Model):
 
     def call(self, target: str, outputs: list, given: dict[str, Any], **how: Any):
         """Implements `steps.Model.call` by a kernel of heads."""
-        how |= {"norm_before_residual": self.norm_before_residual}
-        how |= {"norm_output": self.norm_output, "window": self.window}
-        given |= {"hidden_norm": (self.hidden_norm, (self.size,))}
+        for name in ("norm_before_residual", "norm_output", "window"):
+            how[name] = getattr(self.head, name)
+        norm = self.params.hidden_norm
+        calls.check_dtypes(norm, self.params.final_norm)
+        given |= {"hidden_norm": (norm, (self.size,))}
         return super().call(target, outputs, given, **how)
 
 
@@ -53,7 +52,7 @@ def step(
     features: jax.Array,  # [R, D]
     model: HeadModel,
     angles: steps.Angles,
-) -> tuple[jax.Array, jax.Array, steps.Pages]:
+) -> tuple[Any, jax.Array, jax.Array]:
     """Runs the active pairs through a head in one call; padding is unspecified.
 
     The bits are those of the operations one by one.
@@ -62,19 +61,19 @@ def step(
       rows: a `model.decoder.Rows`.
 
     Returns:
-      Logits `[R, N]` float32 of the head's own tokens, the features `[R, D]` of the
-      pairs that come next, and the pages, which are updated in place.
+      The cache, whose pages are updated in place; the features `[R, D]` of the pairs
+      that come next; and logits `[R, N]` float32 of the head's own tokens.
     """
-    calls.check_dtypes(features, model.final_norm)
+    calls.check_dtypes(features, model.params.final_norm)
     outputs = [
         ((rows.tokens.size, model.num_logits), jnp.float32),
         (features.shape, features.dtype),
     ]
     given = {"features": (features, (*rows.tokens.shape, model.size))}
-    (logits, following), pages = model.run(
+    kv, logits, following = model.run(
         "head_step", outputs, given, rows=rows, angles=angles
     )
-    return logits, following, pages
+    return kv, following, logits
 
 
 def chains(
@@ -85,7 +84,7 @@ def chains(
     *,
     names: jax.Array | None,  # [N] int32
     **how: Any,
-) -> tuple[jax.Array, jax.Array | None, steps.Pages]:
+) -> tuple[Any, jax.Array, jax.Array | None]:
     """Continues texts in one call, as `steps.chains` does with a model.
 
     Args:
@@ -97,7 +96,7 @@ def chains(
     Returns:
       As `steps.chains`.
     """
-    calls.check_dtypes(features, model.final_norm)
+    calls.check_dtypes(features, model.params.final_norm)
     own = {
         "features": (features, (*tokens.shape, model.size)),
         "names": (names, (model.num_logits,), jnp.int32),

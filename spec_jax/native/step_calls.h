@@ -37,7 +37,7 @@ struct Model {
   Ints table;
   Floats cos, sin;
   Any embed, final_norm, head;
-  ffi::RemainingArgs rest;  // weights of each layer, then its keys and values
+  ffi::RemainingArgs rest;  // weights of each layer; then all keys, and all values
   ffi::RemainingRets updated;
   int64_t entries, own_entries, num_heads, mlp_size;
   float scale, eps;
@@ -66,8 +66,8 @@ struct Model {
             panels<T>(at(i, kAttentionOut), D, N),
             panels<T>(at(i, kGateUp), 2 * mlp_size, D),
             panels<T>(at(i, kDown), D, mlp_size),
-            pages().data<T>(2 * i),
-            pages().data<T>(2 * i + 1),
+            pages().data<T>(i),
+            pages().data<T>(num_layers() + i),
             panels<T>(at(i, kKv), both, D)};
   }
 

@@ -5,9 +5,8 @@ Their bits are those of the functions of `calls`, one by one.
 
 import dataclasses
 import itertools
-import typing
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,82 +15,55 @@ import numpy as np
 from spec_jax.native import calls, draws as draws_lib, panels
 
 
-Pages = list[tuple[jax.Array, jax.Array]]
 Angles = tuple[jax.Array, jax.Array]
 """Cosines and sines `[R, H / 2]` of rows."""
 
 
-class LayerWeights(typing.NamedTuple):
-    """A layer; matrices as panels.
-
-    Give both norms of heads, or neither.
-    """
-
-    input_norm: jax.Array  # [D]
-    qkv: calls.Weight  # [(N + 2K) * H, D], or with `kv` of queries alone [N * H, D]
-    q_norm: jax.Array | None  # [H]
-    k_norm: jax.Array | None  # [H]
-    attention_out: calls.Weight  # [D, N * H]
-    mlp_norm: jax.Array  # [D]
-    gate_up: calls.Weight  # [2F, D]
-    down: calls.Weight  # [D, F]
-    kv: calls.Weight | None = None  # [2K * H, D], keys first
-
-
-_SHARED = [name for name in LayerWeights._fields if name not in ("qkv", "kv")]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Model:
-    """A step's weights, and the pages that it updates.
+    """A step's weights, and the cache whose pages it updates.
+
+    Attributes:
+      params: a `model.params.Params`, or what else has an embedding, layers, a final
+        norm and a head; matrices as panels, and so the embedding where it is the head.
+      config: the sizes of its layers.
+      kv: a `paging.cache.PagedKV`.
 
     Raises:
-      ValueError: shapes that do not fit each other.
-      NotImplementedError: dtypes or sizes of heads that the kernels do not have.
+      ValueError: no head where a model has its own, or no panels where they must be.
     """
 
-    embed: calls.Weight  # [V, D]
-    layers: Sequence[LayerWeights]
-    final_norm: jax.Array  # [D]
-    head: calls.Weight | None  # [V, D]; None: `embed`, which is then of panels
-    pages: Sequence[tuple[jax.Array, jax.Array]]  # keys and values [P, C, K, H]
-    page_table: jax.Array  # [S, M] int32
-    eps: float
-    scale: float
-    heads: ClassVar[dict[str, str]] = {"qkv": "qkv"}
-    """The parameters of queries, keys and values, by fields of `LayerWeights`."""
+    params: Any
+    config: Any
+    kv: Any
+    queries: ClassVar[str] = "qkv"
+    """The parameter of a layer that makes queries; `kv` makes keys and values if there
+    is one, or else this, too."""
     has_own_tokens: ClassVar[bool] = False
-    """Whether a head has tokens of its own, of which `head` has a row each."""
-
-    @classmethod
-    def of(cls, params: Any, layers: Any, config: Any, kv: Any, **more: Any) -> Self:
-        """Returns a model of these parameters, layers, sizes and pages."""
-        names = dict(zip(_SHARED, _SHARED, strict=True)) | cls.heads
-        return cls(
-            embed=params.embed,
-            layers=[
-                LayerWeights(**{name: getattr(x, names[name]) for name in names})
-                for x in layers
-            ],
-            final_norm=params.final_norm,
-            head=params.lm_head,
-            pages=list(zip(kv.k, kv.v, strict=True)),
-            page_table=kv.page_table,
-            eps=config.rms_norm_eps,
-            scale=config.head_dim**-0.5,
-            **more,
-        )
+    """Whether a head has tokens of its own, of which it has a row each."""
 
     def __post_init__(self) -> None:
-        if self.has_own_tokens and self.head is None:
-            raise ValueError("head=None: a head has logits of its own tokens")
-        if self.head is None and not isinstance(self.embed, panels.Panels):
+        if self.params.lm_head is not None:
+            return
+        if self.has_own_tokens:
+            raise ValueError("lm_head=None: a head has logits of its own tokens")
+        if not isinstance(self.params.embed, panels.Panels):
             raise ValueError("a table that is the head, too, is to be of panels")
+
+    @property
+    def layers(self) -> Sequence[Any]:
+        """The weights of the layers."""
+        return self.params.layers
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of rows between layers."""
+        return self.params.final_norm.dtype
 
     @property
     def size(self) -> int:
         """The width of a row between layers, `D`."""
-        return self.embed.shape[1]
+        return self.params.embed.shape[1]
 
     @property
     def row_size(self) -> int:
@@ -101,37 +73,39 @@ class Model:
     @property
     def num_logits(self) -> int:
         """The logits of a row."""
-        own = self.head if self.has_own_tokens else None
-        return (self.embed if own is None else own).shape[0]
+        params = self.params
+        return (params.lm_head if self.has_own_tokens else params.embed).shape[0]
 
     def _sizes(self) -> tuple[int, int]:
         """Returns query heads, and the width of the MLP."""
-        first, H = self.layers[0], self.pages[0][0].shape[3]
+        first, H = self.layers[0], self.config.head_dim
         return first.attention_out.shape[1] // H, first.down.shape[1]
 
-    def _arrays(
-        self, layer: LayerWeights, pools: tuple[jax.Array, jax.Array]
-    ) -> list[jax.Array]:
+    def _arrays(self, layer: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
         """Returns a layer's weights as the kernels take them."""
-        (N, F), D, (P, C, K, H) = self._sizes(), self.size, self.pages[0][0].shape
+        (N, F), D, (P, C, K, H) = self._sizes(), self.size, self.kv.k[0].shape
         calls.check_heads((N, K, H), layer.q_norm, layer.k_norm)
-        calls.check_dtypes(*layer, *pools, self.final_norm)
-        k_pages, v_pages = ((pool, (P, C, K, H)) for pool in pools)
-        calls.check_shapes(k_pages=k_pages, v_pages=v_pages)
-        fused = 2 * K * H if layer.kv is None else 0
-        return calls.arrays(
-            {
-                "input_norm": (layer.input_norm, (D,)),
-                "qkv": (calls.matrix(layer.qkv), (N * H + fused, self.row_size)),
-                "q_norm": (layer.q_norm, (H,)),
-                "k_norm": (layer.k_norm, (H,)),
-                "attention_out": (calls.matrix(layer.attention_out), (D, N * H)),
-                "mlp_norm": (layer.mlp_norm, (D,)),
-                "gate_up": (calls.matrix(layer.gate_up), (2 * F, D)),
-                "down": (calls.matrix(layer.down), (D, F)),
-                "kv": (calls.matrix(layer.kv), (2 * K * H, D)),
-            }
+        calls.check_shapes(k_pages=(k, (P, C, K, H)), v_pages=(v, (P, C, K, H)))
+        queries, kv = getattr(layer, self.queries), getattr(layer, "kv", None)
+        fused = 2 * K * H if kv is None else 0
+        given = {
+            "input_norm": (layer.input_norm, (D,)),
+            "qkv": (queries, (N * H + fused, self.row_size)),
+            "q_norm": (layer.q_norm, (H,)),
+            "k_norm": (layer.k_norm, (H,)),
+            "attention_out": (layer.attention_out, (D, N * H)),
+            "mlp_norm": (layer.mlp_norm, (D,)),
+            "gate_up": (layer.gate_up, (2 * F, D)),
+            "down": (layer.down, (D, F)),
+            "kv": (kv, (2 * K * H, D)),
+        }
+        calls.check_dtypes(
+            k, v, self.params.final_norm, *(x for x, _ in given.values())
         )
+        for name, (x, shape) in given.items():
+            if len(shape) == 2:
+                given[name] = calls.matrix(x), shape
+        return calls.arrays(given)
 
     def call(
         self,
@@ -142,39 +116,47 @@ class Model:
         angles: Angles,
         num_rows: int,
         **attributes,
-    ) -> tuple[tuple[jax.Array, ...], Pages]:
+    ) -> tuple[Any, ...]:
         """Calls a kernel that takes `given`, the weights, and the pages.
 
         Args:
           angles: of `num_rows` rows.
 
         Returns:
-          The kernel's results, as `calls.call` takes `outputs`, and the pages.
+          The cache, and the kernel's results, as `calls.call` takes `outputs`.
+
+        Raises:
+          ValueError: shapes that do not fit each other.
+          NotImplementedError: dtypes or sizes of heads that the kernels do not have.
         """
-        calls.check_dtypes(self.embed, self.final_norm, self.head)
-        turn = num_rows, self.pages[0][0].shape[3] // 2
+        params, kv, config = self.params, self.kv, self.config
+        calls.check_dtypes(params.embed, params.final_norm, params.lm_head)
+        turn = num_rows, config.head_dim // 2
         cos, sin = ((values.astype(jnp.float32), turn) for values in angles)
-        head = calls.matrix(self.head), (self.num_logits, self.size)
-        given |= {"page_table": (self.page_table, (None, None)), "cos": cos, "sin": sin}
-        given |= {"embed": self.embed, "final_norm": (self.final_norm, (self.size,))}
-        layers = map(self._arrays, self.layers, self.pages)
+        given |= {"page_table": (kv.page_table, (None, None)), "cos": cos, "sin": sin}
+        given |= {
+            "embed": params.embed,
+            "final_norm": (params.final_norm, (self.size,)),
+            "head": (calls.matrix(params.lm_head), (self.num_logits, self.size)),
+        }
         num_heads, mlp_size = self._sizes()
         found = calls.call(
             target,
             outputs,
-            given | {"head": head},
-            *itertools.chain(*layers),
-            updated=[*itertools.chain(*self.pages)],
-            entries=self.embed.shape[0],
+            given,
+            *itertools.chain(*map(self._arrays, self.layers, kv.k, kv.v)),
+            updated=[*kv.k, *kv.v],
+            entries=params.embed.shape[0],
             own_entries=self.num_logits,
             num_heads=num_heads,
             mlp_size=mlp_size,
-            eps=self.eps,
-            scale=self.scale,
+            eps=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
             **attributes,
         )
-        pools = found[len(outputs) :]
-        return found[: len(outputs)], list(zip(pools[::2], pools[1::2], strict=True))
+        results, pools = found[: len(outputs)], found[len(outputs) :]
+        half = len(pools) // 2
+        return kv.replace(k=pools[:half], v=pools[half:]), *results
 
     def run(
         self,
@@ -184,7 +166,7 @@ class Model:
         *,
         rows: Any,
         **how: Any,
-    ) -> tuple[tuple[jax.Array, ...], Pages]:
+    ) -> tuple[Any, ...]:
         """Calls a kernel that runs rows, a `model.decoder.Rows`, as `call` does."""
         (R,) = rows.tokens.shape
         given |= {
@@ -199,7 +181,7 @@ class Model:
 
 def step(
     rows: Any, model: Model, angles: Angles, *, taps: tuple[int, ...], with_logits: bool
-) -> tuple[jax.Array, jax.Array, Pages]:
+) -> tuple[Any, jax.Array, jax.Array]:
     """Runs the active rows through all layers in one call.
 
     The bits are those of the operations one by one.
@@ -211,19 +193,18 @@ def step(
       with_logits: without them `[0, V]` is returned, and the head is not read.
 
     Returns:
-      Logits `[R, V]` float32, whose padding rows are unspecified; features
-      `[R, taps, D]`, whose padding rows are zeros; and the pages, updated in place.
+      The cache, its pages updated in place; logits `[R, V]` float32, whose padding rows
+      are unspecified; and features `[R, taps, D]`, whose padding rows are zeros.
     """
-    (R,), (V, D) = rows.tokens.shape, model.embed.shape
+    (R,) = rows.tokens.shape
     if not all(0 <= tap <= len(model.layers) for tap in taps):
         raise ValueError(f"{taps=} of {len(model.layers)} layers")
     outputs = [
-        ((R if with_logits else 0, V), jnp.float32),
-        ((R, len(taps), D), model.final_norm.dtype),
+        ((R if with_logits else 0, model.num_logits), jnp.float32),
+        ((R, len(taps), model.size), model.dtype),
     ]
     how = {"rows": rows, "angles": angles, "taps": np.asarray(taps, np.int64)}
-    (logits, features), pages = model.run("step", outputs, {}, **how)
-    return logits, features, pages
+    return model.run("step", outputs, {}, **how)
 
 
 def chains(
@@ -238,7 +219,7 @@ def chains(
     draws: draws_lib.Draws | None = None,
     target: str = "chains",
     own: dict[str, Any] | None = None,
-) -> tuple[jax.Array, jax.Array | None, Pages]:
+) -> tuple[Any, jax.Array, jax.Array | None]:
     """Continues texts in one call: as many steps as the longest of them takes.
 
     Args:
@@ -251,13 +232,13 @@ def chains(
       target: the kernel of the kind of model, and `own` its further arrays.
 
     Returns:
-      Drafts `[S, most]` int32, 0 from `counts` on; of independent draws log weights
+      The cache, in whose pages all but the last draft of each slot are written; drafts
+      `[S, most]` int32, 0 from `counts` on; and of independent draws log weights
       `[S, most, N]` float32 that they were drawn from, unspecified from there on,
-      otherwise None; and the pages, updated in place, in which all but the last draft
-      of each slot are written.
+      otherwise None.
     """
     S, W = tokens.shape
-    calls.check_shapes(page_table=(model.page_table, (S, None)))
+    calls.check_shapes(page_table=(model.kv.page_table, (S, None)))
     # The kernel indexes by both.
     counts = jnp.where((pending > 0) & (pending <= W), jnp.minimum(counts, most), 0)
     texts = {
@@ -267,7 +248,7 @@ def chains(
         "counts": (counts, (S,)),
     }
     how, attributes = draws_lib.arguments(draws, S)
-    (drafts, log_weights), pages = model.call(
+    kv, drafts, log_weights = model.call(
         target,
         draws_lib.chain_results(draws, (S, most, model.num_logits)),
         {**(own or {}), **texts, **how},
@@ -275,4 +256,4 @@ def chains(
         num_rows=S * (W + most - 1),
         **attributes,
     )
-    return drafts, draws_lib.given(log_weights), pages
+    return kv, drafts, draws_lib.given(log_weights)

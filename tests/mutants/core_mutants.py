@@ -104,7 +104,7 @@ KERNELS = (
            '"positions": (positions + 1, (R,))',
            f"{_ROWS}[portable-float32]"),
     Mutant("a native step takes values for keys", "native.steps:Model.call",
-           "(*self.pages)", "(*(pair[::-1] for pair in self.pages))",
+           "[*kv.k, *kv.v]", "[*kv.v, *kv.k]",
            "native/test_native_step.py::test_a_step_is_its_operations[float32-6]"),
     Mutant("a native step writes its rows one position late", "native.steps:Model.run",
            "(rows.positions, (R,))", "(rows.positions + 1, (R,))",

@@ -152,17 +152,16 @@ def test_calls_are_their_operations(monkeypatch, dtype, live, form):
 def test_what_a_call_cannot_take_is_refused():
     """Fails if the kernels take arrays that they would read or write outside of."""
     config, weights = models.make(models.PASSED)
-    kv, layers = models.new_slots(config.layer), weights.layers
-    model = block_steps.BlockModel.of(weights, layers, config.layer, kv)
+    kv = models.new_slots(config.layer)
+    model = block_steps.BlockModel(weights, config.layer, kv)
     own = jnp.zeros((models.SIZE + 1,), jnp.int32)
     rows = decoder.Rows(tokens=own, slots=own, positions=own, num_active=jnp.int32(1))
     angles = (jnp.zeros((models.SIZE + 1, config.layer.head_dim // 2)),) * 2
     with pytest.raises(ValueError, match=f"{models.SIZE + 1} rows are no whole blocks"):
         block_steps.blocks(rows, model, angles, block_size=models.SIZE)
     with pytest.raises(ValueError, match="fc has shape"):
-        features, norm = jnp.zeros((models.SIZE + 1, 7)), weights.hidden_norm
-        how = {"fc": weights.fc, "hidden_norm": norm, "rows": rows, "angles": angles}
-        block_steps.append_context(features, model, **how)
+        features = jnp.zeros((models.SIZE + 1, 7))
+        block_steps.append_context(features, rows, model, angles)
     hidden = jnp.zeros((models.SLOTS, config.block_size, config.hidden_size))
     logits = jnp.zeros((models.SLOTS, config.num_drafts, config.draft_vocab_size))
     counts, markov = jnp.zeros((models.SLOTS,), jnp.int32), weights.markov
