@@ -4,7 +4,6 @@ See `steps`, and `model.block_draft` for what a drafter computes.
 """
 
 import dataclasses
-import typing
 from typing import Any, ClassVar
 
 import jax
@@ -19,18 +18,6 @@ class BlockModel(steps.Model):
 
     queries: ClassVar[str] = "q"
     has_own_tokens: ClassVar[bool] = True
-
-
-class Mix(typing.NamedTuple):
-    """Weights by which a gated or recurrent head mixes the token before in.
-
-    There are more hidden states than logits: those of the anchor and of the slots that
-    are passed through before the first one that predicts.
-    """
-
-    weight: calls.Weight  # gated [r, D + r], recurrent [3r, 2r + D]
-    bias: jax.Array  # [r] or [3r]
-    hidden: jax.Array  # [S, passed + most, D]
 
 
 def append_context(
@@ -88,9 +75,8 @@ def slot_chains(
     counts: jax.Array,  # [S] int32
     *,
     names: jax.Array | None,  # [Vd] int32
-    embed: jax.Array | None,  # [V, r]
-    out: calls.Weight | None,  # [Vd, r]
-    mix: Mix | None = None,
+    markov: Any = None,
+    hidden: jax.Array | None = None,  # [S, passed + most, D]
     draws: draws_lib.Draws | None = None,
     isa: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -100,11 +86,12 @@ def slot_chains(
       anchors: the token before the first slot of each block.
       counts: slots of each block to go over.
       names: the token that each of the drafter's own stands for; None: the same.
-      embed, out: of the token before, and what its product with the embedding adds to
-        the logits; None: nothing.
-      mix: what a gated or a recurrent head, which has an `embed` and an `out` too,
-        makes of the embedding first, by the hidden state of the slot, as
-        `model.block_heads.correct` does, though not to the bit; None: nothing.
+      markov: a `model.block_params.Markov`, which is no selector: the product of its
+        `out` and the embedding of the token before is added to the logits; None:
+        nothing is.
+      hidden: by which the `mix` of a gated or a recurrent head changes the embedding
+        first, as `model.block_heads.correct` does, though not to the bit: the states of
+        the anchor, of the slots that are passed through, and of the others.
       draws: None: the highest logits are taken.
 
     Returns:
@@ -112,11 +99,23 @@ def slot_chains(
       `[S, most, Vd]`, unspecified from there on, otherwise None.
     """
     S, most, Vd = logits.shape
-    if embed is None or out is None:
-        embed = out = None
-    else:
+    embed = out = mix = bias = None
+    entries = rank = places = D = size = 0
+    if markov is not None:
+        embed, out = markov.embed, markov.out
+        entries, rank = embed.shape
         calls.check_dtypes(embed, out)
-    entries, rank = (0, 0) if embed is None else embed.shape
+    if hidden is not None:
+        mix, bias, (_, places, D) = markov.mix, markov.mix_bias, hidden.shape
+        size = bias.size
+        if places < most or size not in (rank, 3 * rank):
+            raise ValueError(
+                f"{places} hidden states for {most} slots, and {size} gates of a head "
+                f"of rank {rank}: give as many states at least, and {rank} gates, or "
+                f"{3 * rank} of a recurrent head"
+            )
+        calls.check_dtypes(mix, bias, hidden, embed)
+    states = 1 if size == rank else 2  # beside the hidden one
     given = {
         "logits": logits,
         "anchors": (anchors, (S,)),
@@ -124,44 +123,14 @@ def slot_chains(
         "names": (names, (Vd,), jnp.int32),
         "embed": (embed, (entries, rank)),
         "out": (calls.matrix(out, isa), (Vd, rank)),
-    }
-    given |= _mix_arguments(mix, (S, most, rank), embed, isa)
-    how, attributes = draws_lib.arguments(draws, S)
-    tokens, log_weights = calls.call(
-        "slots",
-        draws_lib.chain_results(draws, (S, most, Vd)),
-        given | how,
-        isa=isa,
-        entries=entries,
-        rank=rank,
-        **attributes,
-    )
-    return tokens, draws_lib.given(log_weights)
-
-
-def _mix_arguments(mix: Mix | None, shape: tuple[int, int, int], embed, isa) -> dict:
-    """Returns the arrays of a mix.
-
-    Args:
-      shape: blocks, slots of each that predict, and the rank of the head.
-    """
-    (S, most, rank), D, places, size = shape, 0, 0, 0
-    weight = bias = hidden = None
-    if mix is not None:
-        weight, bias, hidden = mix
-        (_, places, D), size = hidden.shape, bias.size
-        if places < most or size not in (rank, 3 * rank):
-            raise ValueError(
-                f"{places} hidden states for {most} slots, and {size} gates of a head "
-                f"of rank {rank}: give as many states at least, and {rank} gates, or "
-                f"{3 * rank} of a recurrent head"
-            )
-        calls.check_dtypes(weight, bias, hidden, embed)
-    return {
-        "weight": (
-            calls.matrix(weight, isa),
-            (size, D + rank * (1 if size == rank else 2)),
-        ),
-        "bias": (bias, (size,)),
+        "mix": (calls.matrix(mix, isa), (size, D + states * rank)),
+        "mix_bias": (bias, (size,)),
         "hidden": (hidden, (S, places, D)),
     }
+    how, attributes = draws_lib.arguments(draws, S)
+    outputs = draws_lib.chain_results(draws, (S, most, Vd))
+    attributes |= {"entries": entries, "rank": rank}
+    tokens, log_weights = calls.call(
+        "slots", outputs, given | how, isa=isa, **attributes
+    )
+    return tokens, draws_lib.given(log_weights)

@@ -78,7 +78,7 @@ class Model:
 
     def _sizes(self) -> tuple[int, int]:
         """Returns query heads, and the width of the MLP."""
-        first, H = self.layers[0], self.config.head_dim
+        first, H = self.layers[0], self.kv.k[0].shape[3]
         return first.attention_out.shape[1] // H, first.down.shape[1]
 
     def _arrays(self, layer: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
@@ -99,9 +99,8 @@ class Model:
             "down": (layer.down, (D, F)),
             "kv": (kv, (2 * K * H, D)),
         }
-        calls.check_dtypes(
-            k, v, self.params.final_norm, *(x for x, _ in given.values())
-        )
+        weights = [x for x, _ in given.values()]
+        calls.check_dtypes(k, v, self.params.final_norm, *weights)
         for name, (x, shape) in given.items():
             if len(shape) == 2:
                 given[name] = calls.matrix(x), shape
@@ -131,7 +130,7 @@ class Model:
         """
         params, kv, config = self.params, self.kv, self.config
         calls.check_dtypes(params.embed, params.final_norm, params.lm_head)
-        turn = num_rows, config.head_dim // 2
+        turn = num_rows, kv.k[0].shape[3] // 2
         cos, sin = ((values.astype(jnp.float32), turn) for values in angles)
         given |= {"page_table": (kv.page_table, (None, None)), "cos": cos, "sin": sin}
         given |= {
@@ -139,12 +138,13 @@ class Model:
             "final_norm": (params.final_norm, (self.size,)),
             "head": (calls.matrix(params.lm_head), (self.num_logits, self.size)),
         }
+        layers = zip(self.layers, kv.k, kv.v, strict=True)
         num_heads, mlp_size = self._sizes()
         found = calls.call(
             target,
             outputs,
             given,
-            *itertools.chain(*map(self._arrays, self.layers, kv.k, kv.v)),
+            *itertools.chain(*itertools.starmap(self._arrays, layers)),
             updated=[*kv.k, *kv.v],
             entries=params.embed.shape[0],
             own_entries=self.num_logits,

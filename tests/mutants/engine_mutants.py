@@ -214,7 +214,7 @@ BLOCKS = (
            "[tokens]", "native/test_native_children.py::"
            "test_slots_are_gone_over_as_one_by_one[all]"),
     Mutant("a recurrent head reads the hidden states of another block",
-           "native.block_steps:_mix_arguments", "(hidden, (S, places, D))",
+           "native.block_steps:slot_chains", "(hidden, (S, places, D))",
            "(hidden[::-1], (S, places, D))", "native/test_native_children.py::"
            "test_slots_are_gone_over_as_one_by_one[passed, filtered]"),
     Mutant("a token is drawn from other probabilities than are stated",

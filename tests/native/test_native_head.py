@@ -165,12 +165,12 @@ def test_what_a_call_cannot_take_is_refused():
     hidden = jnp.zeros((models.SLOTS, config.block_size, config.hidden_size))
     logits = jnp.zeros((models.SLOTS, config.num_drafts, config.draft_vocab_size))
     counts, markov = jnp.zeros((models.SLOTS,), jnp.int32), weights.markov
-    mix = block_steps.Mix(markov.mix, markov.mix_bias, hidden)
-    given = {"names": None, "embed": markov.embed, "out": markov.out}
+    given = {"names": None, "markov": markov, "hidden": hidden}
+    fewer = markov.replace(mix_bias=markov.mix_bias[:8])
     for words, wrong in {
         "names has shape": {"names": own},
-        "2 hidden states for 3 slots": {"mix": mix._replace(hidden=hidden[:, :2])},
-        "weight has shape": {"mix": mix._replace(bias=markov.mix_bias[:8])},
+        "2 hidden states for 3 slots": {"hidden": hidden[:, :2]},
+        "mix has shape": {"markov": fewer},
     }.items():
         with pytest.raises(ValueError, match=words):
             block_steps.slot_chains(logits, counts, counts, **(given | wrong))
