@@ -62,15 +62,8 @@ def append_context(
     dtype = params.final_norm.dtype
     angles = decoder.row_angles(layer, rows.positions, dtype=dtype, impl=impl)
     if dispatch.is_fused(impl):
-        pages = block_steps.append_context(
-            features.astype(dtype),
-            block_steps.BlockModel.of(params, params.layers, layer, kv),
-            fc=params.fc,
-            hidden_norm=params.hidden_norm,
-            rows=rows,
-            angles=angles,
-        )
-        return cache.with_pages(kv, pages)
+        model = block_steps.BlockModel(params, layer, kv)
+        return block_steps.append_context(features.astype(dtype), rows, model, angles)
     K, H, eps = layer.num_kv_heads, layer.head_dim, layer.rms_norm_eps
     shared: dict[str, Any] = {"num_active": rows.num_active, "eps": eps, "impl": impl}
     fused = projection.project(features.astype(dtype), params.fc, **shared)
@@ -115,13 +108,12 @@ def forward_block(
     layer = config.layer
     dtype, eps = params.final_norm.dtype, layer.rms_norm_eps
     if dispatch.is_fused(impl) and config.is_one_call:
-        hidden, logits, pages = block_steps.blocks(
+        return block_steps.blocks(
             rows,
-            block_steps.BlockModel.of(params, params.layers, layer, kv),
+            block_steps.BlockModel(params, layer, kv),
             decoder.row_angles(layer, rows.positions, dtype=dtype, impl=impl),
             block_size=config.block_size,
         )
-        return cache.with_pages(kv, pages), hidden, logits
     (R,) = rows.tokens.shape
     rows = _padded(rows, dispatch.whole_slabs(impl, R) - R)
     shared: dict[str, Any] = {"num_active": rows.num_active, "eps": eps, "impl": impl}

@@ -141,18 +141,16 @@ def run_slots(
       log weights of draft tokens from which they were drawn, otherwise None.
     """
     markov, used = params.markov, hidden[:, -logits.shape[1] :]
-    mix = None
-    if markov is not None and markov.mix is not None and markov.mix_bias is not None:
+    read = None
+    if markov is not None and markov.mix_bias is not None:
         read = hidden if config.head == "rnn" else used
-        mix = block_steps.Mix(weight=markov.mix, bias=markov.mix_bias, hidden=read)
     tokens, log_weights = block_steps.slot_chains(
         logits,
         anchor,
         counts,
         names=params.hot,
-        embed=None if markov is None else markov.embed,
-        out=None if markov is None else markov.out,
-        mix=mix,
+        markov=markov,
+        hidden=read,
         draws=draws,
     )
     known = [used]

@@ -87,15 +87,14 @@ def forward_rows(
     is_split = isinstance(params.layers[0].qkv, weights.Split)
     if impl in families.of(config).fused and observe is None and not is_split:
         dtype = params.final_norm.dtype
-        logits, features, pages = steps.step(
+        kv, logits, features = steps.step(
             rows,
-            steps.Model.of(params, params.layers, config, kv),
+            steps.Model(params, config, kv),
             row_angles(config, rows.positions, dtype=dtype, impl=impl),
             taps=taps,
             with_logits=with_logits,
         )
-        outputs = RowOutputs(logits=logits, features=features)
-        return cache.with_pages(kv, pages), outputs
+        return kv, RowOutputs(logits=logits, features=features)
     return _run_operations(params, config, rows, kv, impl, taps, with_logits, observe)
 
 
@@ -165,16 +164,16 @@ def run_chains(
     """
     params = params_lib.prepare(params, "native")
     count, dtype = tokens.shape[1] + most - 1, params.final_norm.dtype
-    drafts, _, pages = steps.chains(
+    kv, drafts, _ = steps.chains(
         tokens,
-        steps.Model.of(params, params.layers, config, kv),
+        steps.Model(params, config, kv),
         chain_angles(config, starts, count, dtype=dtype),
         starts=starts,
         pending=pending,
         counts=counts,
         most=most,
     )
-    return cache.with_pages(kv, pages), drafts
+    return kv, drafts
 
 
 def row_angles(

@@ -72,9 +72,8 @@ def forward_rows(
     if dispatch.is_fused(impl) and not config.is_parallel:
         at, dtype = rows.positions, g.dtype
         angles = decoder.row_angles(config.layer, at, dtype=dtype, impl=impl)
-        model = _model(params, config, kv)
-        logits, hidden, pages = head_steps.step(rows, g, model, angles)
-        return cache.with_pages(kv, pages), hidden, logits
+        model = head_steps.HeadModel(params, config.layer, kv, config)
+        return head_steps.step(rows, g, model, angles)
     return _run_operations(params, config, rows, g, kv, impl)
 
 
@@ -146,10 +145,10 @@ def run_chains(
     # With one slot the first rows are the pending ones; with several they are apart.
     num_active = pending[0] if S == 1 else jnp.int32(S * W)
     g = _fuse(params, config, flat, num_active=num_active, impl="native")
-    drafts, log_weights, pages = head_steps.chains(
+    return head_steps.chains(
         tokens,
         g.reshape(S, W, -1),
-        _model(params, config, kv),
+        head_steps.HeadModel(params, config.layer, kv, config),
         decoder.chain_angles(config.layer, starts, W + most - 1, dtype=g.dtype),
         names=params.hot,
         starts=starts,
@@ -157,20 +156,6 @@ def run_chains(
         counts=counts,
         most=most,
         draws=draws,
-    )
-    return cache.with_pages(kv, pages), drafts, log_weights
-
-
-def _model(params, config, kv) -> head_steps.HeadModel:
-    return head_steps.HeadModel.of(
-        params,
-        [params],
-        config.layer,
-        kv,
-        hidden_norm=params.hidden_norm,
-        norm_before_residual=config.norm_before_residual,
-        norm_output=config.norm_output,
-        window=config.window,
     )
 
 

@@ -4,96 +4,69 @@ See `steps`, and `model.block_draft` for what a drafter computes.
 """
 
 import dataclasses
-import typing
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spec_jax.native import calls, draws as draws_lib, steps
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class BlockModel(steps.Model):
     """A drafter whose layers have queries apart from keys and values."""
 
-    heads: ClassVar[dict[str, str]] = {"qkv": "q", "kv": "kv"}
+    queries: ClassVar[str] = "q"
     has_own_tokens: ClassVar[bool] = True
-
-
-class Mix(typing.NamedTuple):
-    """Weights by which a gated or recurrent head mixes the token before in.
-
-    There are more hidden states than logits: those of the anchor and of the slots that
-    are passed through before the first one that predicts.
-    """
-
-    weight: calls.Weight  # gated [r, D + r], recurrent [3r, 2r + D]
-    bias: jax.Array  # [r] or [3r]
-    hidden: jax.Array  # [S, passed + most, D]
 
 
 def append_context(
     features: jax.Array,  # [R, taps * D]
-    model: BlockModel,
-    *,
-    fc: calls.Weight,  # [D, taps * D]
-    hidden_norm: jax.Array,  # [D]
     rows: Any,
+    model: BlockModel,
     angles: steps.Angles,
-) -> steps.Pages:
+) -> Any:
     """Writes the keys and values of the active rows' context in one call.
 
     Args:
       rows: a `model.decoder.Rows`, whose tokens are not read.
 
     Returns:
-      The pages, which are updated in place.
+      The cache, whose pages are updated in place.
     """
-    R, width = features.shape
-    calls.check_shapes(
-        tokens=(rows.tokens, (R,)),
-        fc=(fc, (model.size, width)),
-        hidden_norm=(hidden_norm, (model.size,)),
-    )
-    calls.check_dtypes(features, fc, hidden_norm, model.final_norm)
-    _, pages = model.run(
-        "spec_jax_append_context",
-        [],
-        *(features, calls.packed(fc, None).data, hidden_norm),
-        rows=rows,
-        angles=angles,
-    )
-    return pages
+    width, D, params = features.shape[1], model.size, model.params
+    calls.check_dtypes(features, params.fc, params.hidden_norm, params.final_norm)
+    given = {
+        "features": (features, (*rows.tokens.shape, width)),
+        "fc": (calls.matrix(params.fc), (D, width)),
+        "hidden_norm": (params.hidden_norm, (D,)),
+    }
+    (kv,) = model.run("append_context", [], given, rows=rows, angles=angles)
+    return kv
 
 
 def blocks(
     rows: Any, model: BlockModel, angles: steps.Angles, *, block_size: int
-) -> tuple[jax.Array, jax.Array, steps.Pages]:
+) -> tuple[Any, jax.Array, jax.Array]:
     """Runs whole blocks, whose rows see their context and each other, in one call.
 
     Args:
       rows: a `model.decoder.Rows`.
 
     Returns:
-      Hidden states `[R, D]` after the final norm, logits `[R, Vd]` float32, and the
-      pages, which are updated in place.
+      The cache, its pages updated in place; hidden states `[R, D]` after the final
+      norm; and logits `[R, Vd]` float32.
     """
     (R,) = rows.tokens.shape
     if R % block_size:
         raise ValueError(f"{R} rows are no whole blocks of {block_size}")
-    (hidden, logits), pages = model.run(
-        "spec_jax_blocks",
-        [
-            jax.ShapeDtypeStruct((R, model.size), model.final_norm.dtype),
-            jax.ShapeDtypeStruct((R, model.num_logits), jnp.float32),
-        ],
-        rows=rows,
-        angles=angles,
-        block_size=np.int64(block_size),
+    outputs = [
+        ((R, model.size), model.dtype),
+        ((R, model.num_logits), jnp.float32),
+    ]
+    return model.run(
+        "blocks", outputs, {}, rows=rows, angles=angles, block_size=block_size
     )
-    return hidden, logits, pages
 
 
 def slot_chains(
@@ -102,9 +75,8 @@ def slot_chains(
     counts: jax.Array,  # [S] int32
     *,
     names: jax.Array | None,  # [Vd] int32
-    embed: jax.Array | None,  # [V, r]
-    out: calls.Weight | None,  # [Vd, r]
-    mix: Mix | None = None,
+    markov: Any = None,
+    hidden: jax.Array | None = None,  # [S, passed + most, D]
     draws: draws_lib.Draws | None = None,
     isa: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -114,11 +86,12 @@ def slot_chains(
       anchors: the token before the first slot of each block.
       counts: slots of each block to go over.
       names: the token that each of the drafter's own stands for; None: the same.
-      embed, out: of the token before, and what its product with the embedding adds to
-        the logits; None: nothing.
-      mix: what a gated or a recurrent head, which has an `embed` and an `out` too,
-        makes of the embedding first, by the hidden state of the slot, as
-        `model.block_heads.correct` does, though not to the bit; None: nothing.
+      markov: a `model.block_params.Markov`, which is no selector: the product of its
+        `out` and the embedding of the token before is added to the logits; None:
+        nothing is.
+      hidden: by which the `mix` of a gated or a recurrent head changes the embedding
+        first, as `model.block_heads.correct` does, though not to the bit: the states of
+        the anchor, of the slots that are passed through, and of the others.
       draws: None: the highest logits are taken.
 
     Returns:
@@ -126,52 +99,38 @@ def slot_chains(
       `[S, most, Vd]`, unspecified from there on, otherwise None.
     """
     S, most, Vd = logits.shape
-    calls.check_shapes(anchors=(anchors, (S,)), counts=(counts, (S,)))
-    names = calls.or_empty("names", names, (Vd,), jnp.int32)
-    if embed is None or out is None:
-        table = data = jnp.zeros((0, 0), jnp.float32)
-        entries = rank = 0
-    else:
+    embed = out = mix = bias = None
+    entries = rank = places = D = size = 0
+    if markov is not None:
+        embed, out = markov.embed, markov.out
         entries, rank = embed.shape
-        calls.check_shapes(out=(out, (Vd, rank)))
         calls.check_dtypes(embed, out)
-        table, data = calls.data_of(embed), calls.packed(out, isa).data
-    gates = _mix_arguments(mix, (S, most, rank), table.dtype, isa)
+    if hidden is not None:
+        mix, bias, (_, places, D) = markov.mix, markov.mix_bias, hidden.shape
+        size = bias.size
+        if places < most or size not in (rank, 3 * rank):
+            raise ValueError(
+                f"{places} hidden states for {most} slots, and {size} gates of a head "
+                f"of rank {rank}: give as many states at least, and {rank} gates, or "
+                f"{3 * rank} of a recurrent head"
+            )
+        calls.check_dtypes(mix, bias, hidden, embed)
+    states = 1 if size == rank else 2  # beside the hidden one
+    given = {
+        "logits": logits,
+        "anchors": (anchors, (S,)),
+        "counts": (jnp.minimum(counts, most), (S,)),
+        "names": (names, (Vd,), jnp.int32),
+        "embed": (embed, (entries, rank)),
+        "out": (calls.matrix(out, isa), (Vd, rank)),
+        "mix": (calls.matrix(mix, isa), (size, D + states * rank)),
+        "mix_bias": (bias, (size,)),
+        "hidden": (hidden, (S, places, D)),
+    }
     how, attributes = draws_lib.arguments(draws, S)
+    outputs = draws_lib.chain_results(draws, (S, most, Vd))
+    attributes |= {"entries": entries, "rank": rank}
     tokens, log_weights = calls.call(
-        "spec_jax_slots",
-        draws_lib.chain_results(draws, (S, most, Vd)),
-        *(logits, anchors, jnp.minimum(counts, most), names, table, data, *gates, *how),
-        isa=isa,
-        entries=np.int64(entries),
-        rank=np.int64(rank),
-        **attributes,
+        "slots", outputs, given | how, isa=isa, **attributes
     )
     return tokens, draws_lib.given(log_weights)
-
-
-def _mix_arguments(mix: Mix | None, shape: tuple[int, int, int], dtype, isa) -> tuple:
-    """Returns the arrays of a mix, empty without a mix.
-
-    Args:
-      shape: blocks, slots of each that predict, and the rank of the head.
-    """
-    if mix is None:
-        empty = jnp.zeros((0,), dtype)
-        return empty, empty, jnp.zeros((0, 0, 0), dtype)
-    weight, bias, hidden = mix
-    (S, most, rank), (_, places, D) = shape, hidden.shape
-    if places < most or bias.size not in (rank, 3 * rank):
-        raise ValueError(
-            f"{places} hidden states for {most} slots, and {bias.size} gates of a head "
-            f"of rank {rank}: give as many states at least, and {rank} gates, or "
-            f"{3 * rank} of a recurrent head"
-        )
-    width = D + (rank if bias.size == rank else 2 * rank)
-    calls.check_shapes(
-        hidden=(hidden, (S, places, D)),
-        bias=(bias, (bias.size,)),
-        weight=(weight, (bias.size, width)),
-    )
-    calls.check_dtypes(weight, bias, hidden, jnp.zeros((0,), dtype))
-    return calls.packed(weight, isa).data, bias, hidden

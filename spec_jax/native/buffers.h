@@ -97,6 +97,28 @@ T* data(Result& buffer) {
   return static_cast<T*>(buffer->untyped_data());
 }
 
+// The pools of pages that a kernel updates: its last arguments and its last results.
+struct Pools {
+  ffi::RemainingArgs arguments;
+  ffi::RemainingRets results;
+
+  int64_t size() const { return results.size(); }
+  Any operator[](int64_t i) const {
+    return *arguments.get<Any>(arguments.size() - size() + i);
+  }
+  template <typename T>
+  T* data(int64_t i) const { return static_cast<T*>((*this)[i].untyped_data()); }
+
+  ffi::Error check() const {
+    for (int64_t i = 0; i < size(); ++i) {
+      if ((*this)[i].untyped_data() != (*results.get<Any>(i))->untyped_data()) {
+        return ffi::Error::Internal("the pages must be updated in place");
+      }
+    }
+    return ffi::Error::Success();
+  }
+};
+
 inline int64_t live_rows(const Scalar& num_active, int64_t rows) {
   return std::clamp<int64_t>(*num_active.typed_data(), 0, rows);
 }

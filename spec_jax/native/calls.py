@@ -10,7 +10,8 @@ Padding rows of a result are not written: unspecified unless a function says mor
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,27 +22,64 @@ from spec_jax.native import blocks, build, panels, tiles
 
 MAX_HEAD = 256  # as `kMaxHead` in attention.h
 
-Weight = jax.Array | panels.Panels | blocks.Blocks | tiles.Tiles
+Form = panels.Panels | blocks.Blocks | tiles.Tiles
+Weight = jax.Array | Form
 
 
 def call(
     target: str,
-    outputs,
-    *arguments,
-    isa=None,
-    aliases=None,
-    **attributes,
-):
-    """Calls a kernel of an instruction set; the rest is as in `jax.ffi.ffi_call`.
+    outputs: Sequence[tuple[tuple[int, ...], Any]],
+    given: Mapping[str, Any],
+    *rest: jax.Array,
+    updated: Sequence[jax.Array] = (),
+    isa: str | None = None,
+    **attributes: Any,
+) -> tuple[jax.Array, ...]:
+    """Calls a kernel of an instruction set.
 
     Under `vmap` each element is a call of its own, with the bits that it has alone.
+
+    Args:
+      outputs: their shapes and dtypes.
+      given: the kernel's first arrays, see `arrays`, and `rest` those after them.
+      updated: pools of pages, its last arrays and last results: updated in place.
+      attributes: floats are passed as float32, integers as int64.
+
+    Returns:
+      The outputs, and the pools.
     """
-    return jax.ffi.ffi_call(
-        build.target_name(target, build.load(isa)),
-        outputs,
-        input_output_aliases=aliases or {},
+    inputs = [*arrays(given, isa), *rest, *updated]
+    results = [*outputs, *((pool.shape, pool.dtype) for pool in updated)]
+    first, kinds = len(inputs) - len(updated), {float: np.float32, int: np.int64}
+    for name, value in attributes.items():
+        if kind := kinds.get(type(value)):
+            attributes[name] = kind(value)
+    run = jax.ffi.ffi_call(
+        build.target_name(f"spec_jax_{target}", build.load(isa)),
+        [jax.ShapeDtypeStruct(*result) for result in results],
+        input_output_aliases={first + i: len(outputs) + i for i in range(len(updated))},
         vmap_method="sequential",
-    )(*arguments, **attributes)
+    )
+    return tuple(run(*inputs, **attributes))
+
+
+def arrays(given: Mapping[str, Any], isa: str | None = None) -> list[jax.Array]:
+    """Returns arrays in their order, as the kernels take them, which look at no shape.
+
+    Args:
+      given: by name an array or a weight, or a pair of it and the shape that it must
+        have, None for any size. For None in its place a kernel gets an empty array:
+        float32, or of the dtype that a third entry says.
+    """
+    taken = []
+    for name, entry in given.items():
+        array, *more = entry if type(entry) is tuple else (entry,)
+        if array is None:  # Of NumPy, which takes no time to trace.
+            array = np.zeros((0,) * len(more[0]), *more[1:] or [np.float32])
+        elif more:
+            check_shapes(**{name: (array, more[0])})
+        taken.append(matrix(array, isa).data if isinstance(array, Form) else array)
+    return taken
 
 
 def check_dtypes(*arrays: Weight | None) -> None:
@@ -54,10 +92,13 @@ def check_dtypes(*arrays: Weight | None) -> None:
         )
 
 
-def check_shapes(**pairs: tuple[Weight | None, tuple[int, ...]]) -> None:
-    """Raises unless every array has its shape, or is None: the kernels do not look."""
+def check_shapes(**pairs: tuple[Weight | None, tuple[int | None, ...]]) -> None:
+    """Raises unless every array has its shape, whose None is any size, or is None."""
     for name, (array, shape) in pairs.items():
-        if array is not None and array.shape != shape:
+        if array is None or array.shape == shape:
+            continue
+        fits = [y in (None, x) for x, y in zip(array.shape, shape, strict=False)]
+        if len(array.shape) != len(shape) or not all(fits):
             raise ValueError(f"{name} has shape {array.shape}, not {shape}")
 
 
@@ -74,15 +115,6 @@ def check_heads(
         raise ValueError("norms of queries and of keys: both, or neither")
 
 
-def or_empty(
-    name: str, array: jax.Array | None, shape: tuple[int, ...], dtype
-) -> jax.Array:
-    """Returns an array of this shape as kernels take it: for None an empty one, of the
-    dtype and as many axes. Raises for another shape."""
-    check_shapes(**{name: (array, shape)})
-    return jnp.zeros((0,) * len(shape), dtype) if array is None else array
-
-
 @functools.partial(jax.jit, static_argnames="isa")
 def pack(
     w: jax.Array | blocks.Blocks | tiles.Tiles, *, isa: str | None = None
@@ -94,12 +126,13 @@ def pack(
         return blocks.pack(w)
     N, K = w.shape
     shape = panels.packed_shape((N, K), w.dtype)
-    data = call("spec_jax_pack", jax.ShapeDtypeStruct(shape, w.dtype), w, isa=isa)
+    (data,) = call("pack", [(shape, w.dtype)], {"w": w}, isa=isa)
     return panels.Panels(data=data, shape=(N, K))
 
 
-def packed(w: Weight, isa: str | None) -> panels.Panels:
-    return w if isinstance(w, panels.Panels) else pack(w, isa=isa)
+def matrix(w: Weight | None, isa: str | None = None) -> Any:
+    """Returns panels of a weight, by which the kernels multiply; None for None."""
+    return w if w is None or isinstance(w, panels.Panels) else pack(w, isa=isa)
 
 
 def project(
@@ -115,26 +148,19 @@ def project(
 ) -> jax.Array:
     """Implements `ops.projection.project`."""
     (R, K), N = x.shape, w.shape[0]
-    check_shapes(w=(w, (N, K)), num_active=(num_active, ()))
-    norm = or_empty("norm", norm, (K,), x.dtype)
-    residual = or_empty("residual", residual, (R, N), x.dtype)
     check_dtypes(x, w, norm, residual)
-    w = packed(w, isa).data
     out_dtype = jnp.dtype(out_dtype)
     if out_dtype not in (x.dtype, jnp.float32):
         raise NotImplementedError(f"a product of {x.dtype} cannot give {out_dtype}")
-    output = jax.ShapeDtypeStruct((R, N), out_dtype)
-    return call(
-        "spec_jax_project",
-        output,
-        x,
-        norm,
-        w,
-        residual,
-        num_active,
-        isa=isa,
-        eps=np.float32(eps),
-    )
+    given = {
+        "x": x,
+        "norm": (norm, (K,)),
+        "w": (matrix(w, isa), (N, K)),
+        "residual": (residual, (R, N)),
+        "num_active": (num_active, ()),
+    }
+    (y,) = call("project", [((R, N), out_dtype)], given, isa=isa, eps=eps)
+    return y
 
 
 def project_segments(
@@ -151,17 +177,16 @@ def project_segments(
     (N, K), count, rows = pieces[0].shape, len(pieces), x.shape[0]
     if count & (count - 1):
         raise ValueError(f"{count} segments: their number must be a power of two")
-    check_shapes(x=(x, (rows, count * K)), num_active=(num_active, ()))
-    for piece in pieces:
-        check_shapes(piece=(piece, (N, K)))
+    check_shapes(x=(x, (rows, count * K)))
     check_dtypes(x, *pieces)
     missing = -K % panels.word_of(x.dtype)  # Each segment is of whole words.
     if missing:
         x = jnp.pad(x.reshape(rows, count, K), ((0, 0), (0, 0), (0, missing)))
         x = x.reshape(rows, -1)
-    data = [packed(piece, isa).data for piece in pieces]
-    output = jax.ShapeDtypeStruct((rows, N), jnp.float32)
-    return call("spec_jax_project_segments", output, x, num_active, *data, isa=isa)
+    given = {"x": x, "num_active": (num_active, ())}
+    given |= {f"w{i}": (matrix(w, isa), (N, K)) for i, w in enumerate(pieces)}
+    (y,) = call("project_segments", [((rows, N), jnp.float32)], given, isa=isa)
+    return y
 
 
 def gate(
@@ -175,13 +200,15 @@ def gate(
 ) -> jax.Array:
     """Implements `ops.gated_projection.gated_projection`."""
     (R, K), F = x.shape, w.shape[0] // 2
-    check_shapes(w=(w, (2 * F, K)), norm=(norm, (K,)), num_active=(num_active, ()))
     check_dtypes(x, w, norm)
-    output = jax.ShapeDtypeStruct((R, F), x.dtype)
-    w = packed(w, isa).data
-    return call(
-        "spec_jax_gate", output, x, norm, w, num_active, isa=isa, eps=np.float32(eps)
-    )
+    given = {
+        "x": x,
+        "norm": (norm, (K,)),
+        "w": (matrix(w, isa), (2 * F, K)),
+        "num_active": (num_active, ()),
+    }
+    (y,) = call("gate", [((R, F), x.dtype)], given, isa=isa, eps=eps)
+    return y
 
 
 def attend(
@@ -211,52 +238,25 @@ def attend(
     R, K, H = heads.shape[0], *k_pages.shape[2:]
     N = heads.shape[1] // H - 2 * K
     check_heads((N, K, H), q_norm, k_norm)
-    q_norm = or_empty("q_norm", q_norm, (H,), heads.dtype)
-    k_norm = or_empty("k_norm", k_norm, (H,), heads.dtype)
     check_dtypes(heads, q_norm, k_norm, k_pages, v_pages)
-    check_shapes(
-        heads=(heads, (R, (N + 2 * K) * H)),
-        v_pages=(v_pages, k_pages.shape),
-        page_table=(page_table, (page_table.shape[0], page_table.shape[-1])),
-        cos=(cos, (R, H // 2)),
-        sin=(sin, (R, H // 2)),
-        slots=(slots, (R,)),
-        positions=(positions, (R,)),
-        num_active=(num_active, ()),
-    )
-    firsts = or_empty("firsts", firsts, (R,), jnp.int32)
-    outputs = (
-        jax.ShapeDtypeStruct((R, N * H), heads.dtype),
-        jax.ShapeDtypeStruct(k_pages.shape, k_pages.dtype),
-        jax.ShapeDtypeStruct(v_pages.shape, v_pages.dtype),
-    )
-    return call(
-        "spec_jax_attend",
-        outputs,
-        heads,
-        q_norm,
-        k_norm,
-        cos.astype(jnp.float32),
-        sin.astype(jnp.float32),
-        page_table,
-        slots,
-        positions,
-        num_active,
-        branch_of(branch, R),
-        firsts,
-        k_pages,
-        v_pages,
-        isa=isa,
-        aliases={11: 1, 12: 2},
-        eps=np.float32(eps),
-        scale=np.float32(scale),
-    )
-
-
-def branch_of(branch: jax.Array | None, num_rows: int) -> jax.Array:
-    """Returns the branches for a kernel, empty if there are none."""
-    width = 0 if branch is None else branch.shape[1]
-    return or_empty("branch", branch, (num_rows, width), jnp.int32)
+    check_shapes(v_pages=(v_pages, k_pages.shape))
+    given = {
+        "heads": (heads, (R, (N + 2 * K) * H)),
+        "q_norm": (q_norm, (H,)),
+        "k_norm": (k_norm, (H,)),
+        "cos": (cos.astype(jnp.float32), (R, H // 2)),
+        "sin": (sin.astype(jnp.float32), (R, H // 2)),
+        "page_table": (page_table, (None, None)),
+        "slots": (slots, (R,)),
+        "positions": (positions, (R,)),
+        "num_active": (num_active, ()),
+        "branch": (branch, (R, None), jnp.int32),
+        "firsts": (firsts, (R,), jnp.int32),
+    }
+    how: dict[str, Any] = {"updated": (k_pages, v_pages), "isa": isa}
+    how |= {"eps": eps, "scale": scale}
+    out, *pools = call("attend", [((R, N * H), heads.dtype)], given, **how)
+    return out, pools[0], pools[1]
 
 
 def argmax(
@@ -271,9 +271,9 @@ def argmax(
         raise ValueError("the largest of no values")
     if x.dtype != jnp.float32:
         raise NotImplementedError(f"the native argmax takes float32, not {x.dtype}")
-    check_shapes(num_active=(num_active, ()))
-    output = jax.ShapeDtypeStruct((R,), jnp.int32)
-    return call("spec_jax_argmax", output, x, num_active, isa=isa)
+    given = {"x": x, "num_active": (num_active, ())}
+    (indices,) = call("argmax", [((R,), jnp.int32)], given, isa=isa)
+    return indices
 
 
 def take_rows(
@@ -285,18 +285,11 @@ def take_rows(
 ) -> jax.Array:
     """Implements `ops.embedding.embed`; NaN where there is no such entry."""
     (V, D), (R,) = table.shape, index.shape
-    check_shapes(num_active=(num_active, ()))
     check_dtypes(table)
-    output = jax.ShapeDtypeStruct((R, D), table.dtype)
-    return call(
-        "spec_jax_take_rows",
-        output,
-        data_of(table),
-        index,
-        num_active,
-        isa=isa,
-        entries=np.int64(V),
-    )
+    given = {"table": table, "index": index, "num_active": (num_active, ())}
+    outputs = [((R, D), table.dtype)]
+    (rows,) = call("take_rows", outputs, given, isa=isa, entries=V)
+    return rows
 
 
 def move(
@@ -310,26 +303,14 @@ def move(
     isa: str | None = None,
 ) -> tuple[jax.Array, ...]:
     """Implements `ops.page_move.page_move`. The pools are updated in place."""
-    shape = (slots.shape[0],)
-    check_shapes(
-        page_table=(page_table, (page_table.shape[0], page_table.shape[-1])),
-        sources=(sources, shape),
-        targets=(targets, shape),
-        moves=(moves, shape),
-    )
     for pool in pools:
         check_shapes(pool=(pool, pools[0].shape))
     check_dtypes(*pools)
-    first = page_table, slots, sources, targets, moves
-    outputs = [jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools]
-    aliases = {len(first) + i: i for i in range(len(pools))}
-    return tuple(
-        call("spec_jax_move", outputs, *first, *pools, isa=isa, aliases=aliases)
-    )
-
-
-def data_of(weight: Weight) -> jax.Array:
-    """Returns the one array that a kernel reads of a weight."""
-    if isinstance(weight, panels.Panels | blocks.Blocks | tiles.Tiles):
-        return packed(weight, None).data
-    return weight
+    given = {
+        "page_table": (page_table, (None, None)),
+        "slots": slots,
+        "sources": (sources, slots.shape),
+        "targets": (targets, slots.shape),
+        "moves": (moves, slots.shape),
+    }
+    return call("move", [], given, updated=pools, isa=isa)

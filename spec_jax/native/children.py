@@ -12,7 +12,6 @@ of their numbers.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spec_jax.native import calls, draws as draws_lib
 
@@ -53,17 +52,15 @@ def children(
         raise ValueError(f"{most} children of {N} tokens: take from 1 to as many")
     if logits.dtype != jnp.float32:
         raise NotImplementedError(f"logits of {logits.dtype}: children take float32")
-    calls.check_shapes(counts=(counts, (S,)), numbers=(numbers, (K,)))
-    names = calls.or_empty("names", names, (N,), jnp.int32)
     how, attributes = draws_lib.arguments(draws, S)
+    given = {
+        "logits": logits,
+        "counts": (counts, (S,)),
+        "numbers": (numbers, (K,)),
+        "names": (names, (N,), jnp.int32),
+    }
+    outputs = [((S, K, most), jnp.float32), ((S, K, most), jnp.int32)]
     scores, tokens = calls.call(
-        "spec_jax_children",
-        [
-            jax.ShapeDtypeStruct((S, K, most), jnp.float32),
-            jax.ShapeDtypeStruct((S, K, most), jnp.int32),
-        ],
-        *(logits, counts, numbers, names, *how),
-        tau=np.float32(tau),
-        **attributes,
+        "children", outputs, given | how, tau=float(tau), **attributes
     )
     return scores, tokens

@@ -4,7 +4,6 @@ import typing
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spec_jax.native import calls
 
@@ -20,14 +19,13 @@ class Draws(typing.NamedTuple):
 
 def arguments(
     draws: Draws | None, num_slots: int
-) -> tuple[tuple[jax.Array, jax.Array], dict[str, typing.Any]]:
+) -> tuple[dict[str, typing.Any], dict[str, typing.Any]]:
     """Returns the arrays and the attributes of a kernel that draws.
 
     Args:
       draws: None: the highest logits are drafted.
     """
-    numbers = jnp.zeros((0, 0), jnp.float32)
-    integers = jnp.zeros((0, 0), jnp.int32)
+    numbers = integers = None
     vocab_size, independent = 0, False
     if draws is not None:
         settings, positions, vocab_size, independent = draws
@@ -38,8 +36,11 @@ def arguments(
         numbers = jnp.stack([settings.temperature, settings.top_p, settings.min_p])
         seed = jax.lax.bitcast_convert_type(settings.seed, jnp.int32)
         integers = jnp.stack([settings.top_k, seed, positions])
-    attributes = {"vocabulary": np.int64(vocab_size), "is_independent": independent}
-    return (numbers, integers), attributes
+    given = {
+        "draw_numbers": (numbers, (None, None)),
+        "draw_integers": (integers, (None, None), jnp.int32),
+    }
+    return given, {"vocabulary": vocab_size, "is_independent": independent}
 
 
 def draw(
@@ -53,17 +54,13 @@ def draw(
     (R, _) = logits.shape
     if logits.dtype != jnp.float32:
         raise NotImplementedError(f"logits of {logits.dtype}: draws take float32")
-    calls.check_shapes(asked=(asked, (R,)))
     how, attributes = arguments(draws, R)
-    tokens = jax.ShapeDtypeStruct((R,), jnp.int32)
-    return calls.call(
-        "spec_jax_draw", tokens, logits, asked, *how, isa=isa, **attributes
-    )
+    given = {"logits": logits, "asked": (asked, (R,))} | how
+    (tokens,) = calls.call("draw", [((R,), jnp.int32)], given, isa=isa, **attributes)
+    return tokens
 
 
-def chain_results(
-    draws: Draws | None, shape: tuple[int, int, int]
-) -> list[jax.ShapeDtypeStruct]:
+def chain_results(draws: Draws | None, shape: tuple[int, int, int]) -> list:
     """Returns the results of a kernel of chains: tokens `[S, most]`, and of independent
     draws log weights `[S, most, N]` that they were drawn from, otherwise empty.
 
@@ -71,10 +68,7 @@ def chain_results(
       shape: slots, drafts of each at most, and tokens to choose from.
     """
     weighed = shape if draws is not None and draws.independent else (0, 0, 0)
-    return [
-        jax.ShapeDtypeStruct(shape[:2], jnp.int32),
-        jax.ShapeDtypeStruct(weighed, jnp.float32),
-    ]
+    return [(shape[:2], jnp.int32), (weighed, jnp.float32)]
 
 
 def given(log_weights: jax.Array) -> jax.Array | None:

@@ -5,55 +5,46 @@ head computes.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from spec_jax.native import calls, steps
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class HeadModel(steps.Model):
     """A head of one layer, whose `qkv` is `[.., 2D]`, the token's columns first.
 
-    Its `head` has a row for each token of its own, `embed` for each of the target's.
+    Its `lm_head` has a row for each token of its own, `embed` for each of the target's.
 
-    Raises:
-      ValueError: as a `steps.Model`; other than one layer.
+    Attributes:
+      params: a `model.eagle3_params.Eagle3Params`, and `head` its config.
     """
 
-    hidden_norm: jax.Array  # [D], of features
-    norm_before_residual: bool
-    norm_output: bool
-    window: int = 0  # keys that a row sees, its own the last; 0: all
+    head: Any
     has_own_tokens: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        if len(self.layers) != 1:
-            raise ValueError(f"{len(self.layers)} layers: a head has one")
-        super().__post_init__()
-        calls.check_shapes(hidden_norm=(self.hidden_norm, (self.size,)))
-        calls.check_dtypes(self.hidden_norm, self.final_norm)
+    @property
+    def layers(self) -> Sequence[Any]:
+        """The only layer."""
+        return [self.params]
 
     @property
     def row_size(self) -> int:
         """The values that the layer reads of a row."""
         return 2 * self.size
 
-    def call(self, target: str, outputs: list, *own: jax.Array, **how: Any):
+    def call(self, target: str, outputs: list, given: dict[str, Any], **how: Any):
         """Implements `steps.Model.call` by a kernel of heads."""
-        return super().call(
-            target,
-            outputs,
-            *own,
-            self.hidden_norm,
-            norm_before_residual=self.norm_before_residual,
-            norm_output=self.norm_output,
-            window=np.int64(self.window),
-            **how,
-        )
+        for name in ("norm_before_residual", "norm_output", "window"):
+            how[name] = getattr(self.head, name)
+        norm = self.params.hidden_norm
+        calls.check_dtypes(norm, self.params.final_norm)
+        given |= {"hidden_norm": (norm, (self.size,))}
+        return super().call(target, outputs, given, **how)
 
 
 def step(
@@ -61,7 +52,7 @@ def step(
     features: jax.Array,  # [R, D]
     model: HeadModel,
     angles: steps.Angles,
-) -> tuple[jax.Array, jax.Array, steps.Pages]:
+) -> tuple[Any, jax.Array, jax.Array]:
     """Runs the active pairs through a head in one call; padding is unspecified.
 
     The bits are those of the operations one by one.
@@ -70,19 +61,19 @@ def step(
       rows: a `model.decoder.Rows`.
 
     Returns:
-      Logits `[R, N]` float32 of the head's own tokens, the features `[R, D]` of the
-      pairs that come next, and the pages, which are updated in place.
+      The cache, whose pages are updated in place; the features `[R, D]` of the pairs
+      that come next; and logits `[R, N]` float32 of the head's own tokens.
     """
-    calls.check_shapes(features=(features, (*rows.tokens.shape, model.size)))
-    calls.check_dtypes(features, model.final_norm)
+    calls.check_dtypes(features, model.params.final_norm)
     outputs = [
-        jax.ShapeDtypeStruct((rows.tokens.size, model.num_logits), jnp.float32),
-        jax.ShapeDtypeStruct(features.shape, features.dtype),
+        ((rows.tokens.size, model.num_logits), jnp.float32),
+        (features.shape, features.dtype),
     ]
-    (logits, following), pages = model.run(
-        "spec_jax_head_step", outputs, features, rows=rows, angles=angles
+    given = {"features": (features, (*rows.tokens.shape, model.size))}
+    kv, logits, following = model.run(
+        "head_step", outputs, given, rows=rows, angles=angles
     )
-    return logits, following, pages
+    return kv, following, logits
 
 
 def chains(
@@ -93,7 +84,7 @@ def chains(
     *,
     names: jax.Array | None,  # [N] int32
     **how: Any,
-) -> tuple[jax.Array, jax.Array | None, steps.Pages]:
+) -> tuple[Any, jax.Array, jax.Array | None]:
     """Continues texts in one call, as `steps.chains` does with a model.
 
     Args:
@@ -105,10 +96,9 @@ def chains(
     Returns:
       As `steps.chains`.
     """
-    calls.check_shapes(features=(features, (*tokens.shape, model.size)))
-    calls.check_dtypes(features, model.final_norm)
-    names = calls.or_empty("names", names, (model.num_logits,), jnp.int32)
-    own = features, names
-    return steps.chains(
-        tokens, model, angles, target="spec_jax_head_chains", own=own, **how
-    )
+    calls.check_dtypes(features, model.params.final_norm)
+    own = {
+        "features": (features, (*tokens.shape, model.size)),
+        "names": (names, (model.num_logits,), jnp.int32),
+    }
+    return steps.chains(tokens, model, angles, target="head_chains", own=own, **how)

@@ -75,21 +75,20 @@ ffi::Error Gate(ffi::ThreadPool pool, Any x, Any norm, Any w, Scalar num_active,
 
 ffi::Error Attend(ffi::ThreadPool pool, Any heads, Any q_norm, Any k_norm, Floats cos,
                   Floats sin, Ints table, Ints slots, Ints positions, Scalar num_active,
-                  Ints branch, Ints firsts, Any k_in, Any v_in, Result out, Result k,
-                  Result v, float scale, float eps) {
-  if (k_in.untyped_data() != k->untyped_data() ||
-      v_in.untyped_data() != v->untyped_data()) {
-    return ffi::Error::Internal("the pages must be updated in place");
-  }
-  int64_t K = k->dimensions()[2], H = k->dimensions()[3], N = out->dimensions()[1] / H;
+                  Ints branch, Ints firsts, ffi::RemainingArgs pages_in, Result out,
+                  ffi::RemainingRets pages_out, float scale, float eps) {
+  Pools pages{pages_in, pages_out};
+  if (ffi::Error error = pages.check(); error.failure()) return error;
+  auto shape = pages[0].dimensions();
+  int64_t K = shape[2], H = shape[3], N = out->dimensions()[1] / H;
   if (ffi::Error error = check_head_size(H); error.failure()) return error;
-  Rows rows = rows_of(page_table(table, k_in), slots, positions, num_active, branch);
+  Rows rows = rows_of(page_table(table, pages[0]), slots, positions, num_active, branch);
   rows.firsts = data_or_null(firsts);
   return with_team(pool, heads.element_type(), [&](auto& team, auto tag) {
     using T = decltype(tag);
     Layer<T> layer{data<T>(heads),   data_or_null<T>(q_norm), data_or_null<T>(k_norm),
-                   cos.typed_data(), sin.typed_data(), data<T>(k),
-                   data<T>(v),       data<T>(out),     N,
+                   cos.typed_data(), sin.typed_data(), pages.data<T>(0),
+                   pages.data<T>(1), data<T>(out),     N,
                    K,                H,                scale,
                    eps};
     Attention<ffi::ThreadPool, T>(team, rows, K, N / K, H).run(layer);
@@ -120,25 +119,18 @@ ffi::Error TakeRows(Any table, Ints index, Scalar num_active, Result y, int64_t 
 
 // Works in one piece and on this thread, as above.
 ffi::Error Move(Ints table, Ints slots, Ints sources, Ints targets,
-                ffi::Buffer<ffi::PRED> moves, ffi::RemainingArgs pools_in,
-                ffi::RemainingRets pools_out) {
-  for (size_t i = 0; i < pools_in.size(); ++i) {
-    if (pools_in.get<Any>(i)->untyped_data() !=
-        (*pools_out.get<Any>(i))->untyped_data()) {
-      return ffi::Error::Internal("the pages must be updated in place");
-    }
-  }
-  Any first = *pools_in.get<Any>(0);
-  auto shape = first.dimensions();
-  Moves which{page_table(table, first), slots.typed_data(), sources.typed_data(),
+                ffi::Buffer<ffi::PRED> moves, ffi::RemainingArgs pages_in,
+                ffi::RemainingRets pages_out) {
+  Pools pages{pages_in, pages_out};
+  if (ffi::Error error = pages.check(); error.failure()) return error;
+  auto shape = pages[0].dimensions();
+  Moves which{page_table(table, pages[0]), slots.typed_data(), sources.typed_data(),
               targets.typed_data(), moves.typed_data(),
               static_cast<int64_t>(slots.element_count())};
-  return by_dtype(first.element_type(), [&](auto tag) {
+  return by_dtype(pages[0].element_type(), [&](auto tag) {
     using T = decltype(tag);
     std::vector<T*> pools;
-    for (size_t i = 0; i < pools_in.size(); ++i) {
-      pools.push_back(static_cast<T*>(pools_in.get<Any>(i)->untyped_data()));
-    }
+    for (int64_t i = 0; i < pages.size(); ++i) pools.push_back(pages.data<T>(i));
     move_rows(which, pools, shape[2] * shape[3]);
   });
 }

@@ -34,16 +34,16 @@ def look_up(
       Tokens `[gamma_max]` int32; how many are drafted, int32; their probabilities
       `[gamma_max]` float32, zeros after them; and the sum of these.
     """
-    calls.check_shapes(length=(length, ()), gamma=(gamma, ()))
+    given = {
+        "tokens": tokens,
+        "length": (length, ()),
+        "gamma": (gamma, ()),
+        "corpus": corpus,
+        "budgets": jnp.asarray(budgets),
+    }
+    each, of_all = (gamma_max,), ()
+    outputs = [(x, y) for y in (jnp.int32, jnp.float32) for x in (each, of_all)]
     drafts, num_drafted, survival, score = calls.call(
-        "spec_jax_look_up",
-        [
-            jax.ShapeDtypeStruct((gamma_max,), jnp.int32),
-            jax.ShapeDtypeStruct((), jnp.int32),
-            jax.ShapeDtypeStruct((gamma_max,), jnp.float32),
-            jax.ShapeDtypeStruct((), jnp.float32),
-        ],
-        *(tokens, length, gamma, corpus, jnp.asarray(budgets)),
-        min_probability=np.float32(min_probability),
+        "look_up", outputs, given, min_probability=min_probability
     )
     return drafts, num_drafted, survival, score

@@ -15,9 +15,9 @@
 namespace spec_jax {
 namespace {
 
-// The buffers of a layer, which follow the named arguments of a kernel.
-enum StepBuffer { kInputNorm, kQkv, kQNorm, kKNorm, kAttentionOut, kMlpNorm, kGateUp,
-                  kDown, kKv, kKeys, kValues, kLayerBuffers };
+// The weights of a layer, which follow the named arguments of a kernel.
+enum LayerWeight { kInputNorm, kQkv, kQNorm, kKNorm, kAttentionOut, kMlpNorm, kGateUp,
+                   kDown, kKv, kLayerWeights };
 
 // The rows of a step, in the order of `bind_rows`.
 struct RowCall {
@@ -37,26 +37,20 @@ struct Model {
   Ints table;
   Floats cos, sin;
   Any embed, final_norm, head;
-  ffi::RemainingArgs rest;  // of each layer, see StepBuffer
-  ffi::RemainingRets pages;
+  ffi::RemainingArgs rest;  // weights of each layer; then all keys, and all values
+  ffi::RemainingRets updated;
   int64_t entries, own_entries, num_heads, mlp_size;
   float scale, eps;
 
   Any at(int64_t layer, int64_t which) const {
-    return *rest.get<Any>(layer * kLayerBuffers + which);
+    return *rest.get<Any>(layer * kLayerWeights + which);
   }
-  int64_t num_layers() const { return rest.size() / kLayerBuffers; }
+  Pools pages() const { return {rest, updated}; }
+  int64_t num_layers() const { return pages().size() / 2; }
 
   ffi::Error check() const {
-    for (int64_t i = 0; i < num_layers(); ++i) {
-      for (int j : {0, 1}) {
-        auto out = *pages.get<Any>(2 * i + j);
-        if (at(i, kKeys + j).untyped_data() != out->untyped_data()) {
-          return ffi::Error::Internal("the pages must be updated in place");
-        }
-      }
-    }
-    return check_head_size(at(0, kKeys).dimensions()[3]);
+    if (ffi::Error error = pages().check(); error.failure()) return error;
+    return check_head_size(pages()[0].dimensions()[3]);
   }
 
   template <typename T>
@@ -64,7 +58,6 @@ struct Model {
     int64_t N = num_heads * H, both = 2 * K * H;
     bool is_apart = at(i, kKv).element_count() > 0;
     auto vector = [&](int64_t which) { return data_or_null<T>(at(i, which)); };
-    auto pool = [&](int64_t which) { return static_cast<T*>(at(i, which).untyped_data()); };
     return {vector(kInputNorm),
             vector(kQNorm),
             vector(kKNorm),
@@ -73,15 +66,15 @@ struct Model {
             panels<T>(at(i, kAttentionOut), D, N),
             panels<T>(at(i, kGateUp), 2 * mlp_size, D),
             panels<T>(at(i, kDown), D, mlp_size),
-            pool(kKeys),
-            pool(kValues),
+            pages().data<T>(i),
+            pages().data<T>(num_layers() + i),
             panels<T>(at(i, kKv), both, D)};
   }
 
   // Returns a step without rows, which chains set for each of their steps.
   template <typename T>
   Step<T> step() const {
-    Any keys = at(0, kKeys);
+    Any keys = pages()[0];
     int64_t K = keys.dimensions()[2], H = keys.dimensions()[3];
     int64_t D = final_norm.element_count();
     Step<T> step{};

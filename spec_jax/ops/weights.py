@@ -20,7 +20,7 @@ from spec_jax.ops import bits, dispatch
 Blocks = blocks.Blocks
 Panels = panels.Panels
 Tiles = tiles.Tiles
-Form = Panels | Blocks | Tiles
+Form = calls.Form
 Weight = calls.Weight
 
 Cut = Literal["outputs", "inputs"]

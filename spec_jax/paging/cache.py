@@ -190,12 +190,6 @@ def copy_page(kv: PagedKV, source: jax.Array, target: jax.Array) -> PagedKV:
     return kv.replace(k=tuple(map(copied, kv.k)), v=tuple(map(copied, kv.v)))
 
 
-def with_pages(kv: PagedKV, pages: list[tuple[jax.Array, jax.Array]]) -> PagedKV:
-    """Returns the cache with other pages: keys and values of every layer."""
-    k, v = zip(*pages, strict=True)
-    return kv.replace(k=k, v=v)
-
-
 def replace_layer(kv: PagedKV, layer: int, *, k: jax.Array, v: jax.Array) -> PagedKV:
     """Returns the cache with other pages for one layer."""
 

@@ -25,7 +25,8 @@ def _backwards_where_alone(sound):
 
 
 def _values_for_keys(model):
-    return dataclasses.replace(model, pages=[(v, k) for k, v in model.pages])
+    kv = model.kv.replace(k=model.kv.v, v=model.kv.k)
+    return dataclasses.replace(model, kv=kv)
 
 
 def _moves_keys_alone(sound):

@@ -211,8 +211,8 @@ BLOCKS = (
            "[tokens]", "native/test_native_children.py::"
            "test_slots_are_gone_over_as_one_by_one[all]"),
     Mutant("a recurrent head reads the hidden states of another block",
-           "native.block_steps:_mix_arguments", ".data, bias, hidden",
-           ".data, bias, hidden[::-1]", "native/test_native_children.py::"
+           "native.block_steps:slot_chains", "(hidden, (S, places, D))",
+           "(hidden[::-1], (S, places, D))", "native/test_native_children.py::"
            "test_slots_are_gone_over_as_one_by_one[passed, filtered]"),
     Mutant("a token is drawn from other probabilities than are stated",
            "drafters.block:SlotBlock._go_over", "draw.put(probs, row, number)",

@@ -306,8 +306,7 @@ def test_noise_is_the_same_on_every_instruction_set():
     number = jnp.full((models.SLOTS,), most, jnp.int32)
     draws = drawing(RANDOM, RANDOM, {"temperature": 0.7, "top_k": 300})
     draws = draws._replace(vocab_size=V, independent=True)
-    how = {"names": None, "embed": None, "out": None}
-    run = functools.partial(block_steps.slot_chains, logits, number, number, **how)
+    run = functools.partial(block_steps.slot_chains, logits, number, number, names=None)
     found = {isa: run(draws=draws, isa=isa) for isa in build.available_isas()}
     first, *others = found.values()
     for other in others:

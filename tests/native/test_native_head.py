@@ -152,26 +152,25 @@ def test_calls_are_their_operations(monkeypatch, dtype, live, form):
 def test_what_a_call_cannot_take_is_refused():
     """Fails if the kernels take arrays that they would read or write outside of."""
     config, weights = models.make(models.PASSED)
-    kv, layers = models.new_slots(config.layer), weights.layers
-    model = block_steps.BlockModel.of(weights, layers, config.layer, kv)
+    kv = models.new_slots(config.layer)
+    model = block_steps.BlockModel(weights, config.layer, kv)
     own = jnp.zeros((models.SIZE + 1,), jnp.int32)
     rows = decoder.Rows(tokens=own, slots=own, positions=own, num_active=jnp.int32(1))
     angles = (jnp.zeros((models.SIZE + 1, config.layer.head_dim // 2)),) * 2
     with pytest.raises(ValueError, match=f"{models.SIZE + 1} rows are no whole blocks"):
         block_steps.blocks(rows, model, angles, block_size=models.SIZE)
     with pytest.raises(ValueError, match="fc has shape"):
-        features, norm = jnp.zeros((models.SIZE + 1, 7)), weights.hidden_norm
-        how = {"fc": weights.fc, "hidden_norm": norm, "rows": rows, "angles": angles}
-        block_steps.append_context(features, model, **how)
+        features = jnp.zeros((models.SIZE + 1, 7))
+        block_steps.append_context(features, rows, model, angles)
     hidden = jnp.zeros((models.SLOTS, config.block_size, config.hidden_size))
     logits = jnp.zeros((models.SLOTS, config.num_drafts, config.draft_vocab_size))
     counts, markov = jnp.zeros((models.SLOTS,), jnp.int32), weights.markov
-    mix = block_steps.Mix(markov.mix, markov.mix_bias, hidden)
-    given = {"names": None, "embed": markov.embed, "out": markov.out}
+    given = {"names": None, "markov": markov, "hidden": hidden}
+    fewer = markov.replace(mix_bias=markov.mix_bias[:8])
     for words, wrong in {
         "names has shape": {"names": own},
-        "2 hidden states for 3 slots": {"mix": mix._replace(hidden=hidden[:, :2])},
-        "weight has shape": {"mix": mix._replace(bias=markov.mix_bias[:8])},
+        "2 hidden states for 3 slots": {"hidden": hidden[:, :2]},
+        "mix has shape": {"markov": fewer},
     }.items():
         with pytest.raises(ValueError, match=words):
             block_steps.slot_chains(logits, counts, counts, **(given | wrong))

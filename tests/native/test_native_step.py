@@ -1,7 +1,6 @@
 """`steps.step`: one call has the bits of the operations one by one; `steps.chains`:
 drafting in one call has those of steps one after the other."""
 
-import dataclasses
 import functools
 
 import block_models as models
@@ -90,14 +89,12 @@ def poisoned(monkeypatch):
     """Gives steps memory of NaN to write their results to."""
     call = steps.calls.call
 
-    def poison(target, outputs, *arguments, aliases=None, **how):
-        is_step = target == "spec_jax_step"
-        for number, output in enumerate(outputs if is_step else ()):
-            if output.size and number not in aliases.values():
-                aliases = aliases | {len(arguments): number}
-                # Kernels take any number of arguments after those of the last layer.
-                arguments += (jnp.full(output.shape, jnp.nan, output.dtype),)
-        return call(target, outputs, *arguments, aliases=aliases, **how)
+    def poison(target, outputs, *arguments, updated, **how):
+        if target == "step":
+            # Kernels take any number of arguments between the last layer and the pools.
+            nans = [jnp.full(shape, jnp.nan, dtype) for shape, dtype in outputs]
+            outputs, updated = [], [*nans, *updated]
+        return call(target, outputs, *arguments, updated=updated, **how)
 
     monkeypatch.setattr(steps.calls, "call", poison)
 
@@ -118,29 +115,27 @@ def test_refusals():
     """Fails if the kernel runs on weights of another shape or form."""
     config, params = make("float32")
     kv = models.new_slots(config, 2)
-    model = steps.Model.of(params, params.layers, config, kv)
-    (first, second), (pool, _) = model.layers, model.pages[0]
+    first, second = params.layers
     number = jnp.zeros((2,), jnp.int32)
     angle = jnp.zeros((2, config.head_dim // 2))
     rows = decoder.Rows(
         tokens=number, slots=number, positions=number, num_active=jnp.int32(1)
     )
     how = {"rows": rows, "angles": (angle, angle), "taps": (), "with_logits": True}
-    bad = second._replace(down=second.gate_up)
-    half = second._replace(k_norm=None)
-    for message, change in {
-        r"taps=\(3,\) of 2 layers": {"taps": (3,)},
-        "cos has shape": {"angles": (angle[:1], angle)},
-        "page_table has shape": {"page_table": number},
-        "both, or neither": {"layers": [first, half]},
-        "down has shape": {"layers": [first, bad]},
-        "v_pages has shape": {"pages": [(pool, pool[:2])] * 2},
-        "of panels": {"embed": jnp.zeros(params.embed.shape)},
+    bad = second.replace(down=second.gate_up)
+    half = second.replace(k_norm=None)
+    pools = (kv.k[0][:2],) * 2
+    for message, (weights, cache, change) in {
+        r"taps=\(3,\) of 2 layers": (params, kv, {"taps": (3,)}),
+        "cos has shape": (params, kv, {"angles": (angle[:1], angle)}),
+        "page_table has shape": (params, kv.replace(page_table=number), {}),
+        "both, or neither": (params.replace(layers=(first, half)), kv, {}),
+        "down has shape": (params.replace(layers=(first, bad)), kv, {}),
+        "v_pages has shape": (params, kv.replace(v=pools), {}),
+        "of panels": (params.replace(embed=jnp.zeros(params.embed.shape)), kv, {}),
     }.items():
-        of_model = {name: change[name] for name in change.keys() - how}
-        given = how | {name: change[name] for name in change.keys() & how}
         with pytest.raises(ValueError, match=message):
-            steps.step(model=dataclasses.replace(model, **of_model), **given)
+            steps.step(model=steps.Model(weights, config, cache), **(how | change))
 
 
 WIDTH, MOST, PAGE_SIZE = 2, 5, 4
