@@ -15,7 +15,7 @@ Exit status: 0 all matched, 2 not all matched, 1 the input was unusable.
 
 import argparse
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from safetensors import numpy as safetensors
@@ -46,35 +46,37 @@ GAMMA = 4
 """Tokens that every head drafts in a chain."""
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    text = f"""
-        trees prompts gen-tokens out
-        --target DIR=smollm2  the model that all heads draft for
-        --heads NAME,...={",".join(HEADS)}  that are trained and compared
-        --texts FOLDER=drafter  has the rollouts and their cache
-        --work FOLDER=heads  gets a folder for each head
-        --tokens N=3000000  that each head sees, at least
-        --draft-vocab N=4096  tokens that a head can draft
-        --taps K,K,..=2,15,27  hidden states that all heads read
-        --context TOKENS,...=128,512,2048  lengths of prompts
-        """
-    kinds = {"K,K,..": str, "FOLDER": pathlib.Path, "DIR": str}
-    kinds["NAME,..."] = cli.names(cli.one_of(HEADS))
-    rows = "of training, and those of sweep.py, for each head"
-    flags.add(parser, text, kinds=kinds, prompts=50, out=rows)
-    parser.set_defaults(tree=(flags.NO_TREE, "4x4:7", "4x4:15", "4x4:31"))
-    parser.add_argument(
-        "training",
-        nargs="*",
-        metavar="-- FLAG",
-        help="flags of train_drafter.py, for all heads",
-    )
-    args = parser.parse_args(argv)
+FLAGS = f"""
+    trees prompts=50 gen-tokens
+    --target DIR=smollm2  the model that all heads draft for
+    --heads NAME,...={",".join(HEADS)}  that are trained and compared
+    --texts FOLDER=drafter  has the rollouts and their cache
+    --work FOLDER=heads  gets a folder for each head
+    --tokens N=3000000  that each head sees, at least
+    --draft-vocab N=4096  tokens that a head can draft
+    --taps K,K,..=2,15,27  hidden states that all heads read
+    --context TOKENS,...=128,512,2048  lengths of prompts
+    training FLAG*  after --: flags of train_drafter.py, for all heads
+    [out] of training, and those of sweep.py, for each head
+    """
+
+
+def check(parser: cli.Parser, args: argparse.Namespace) -> None:
+    """Refuses a lack of `--out`."""
     if args.out is None:
         parser.error("--out is required: it gets the rows of all heads")
-    return args
+
+
+parse_args = flags.parser(
+    __doc__,
+    FLAGS,
+    kinds={
+        **{"K,K,..": str, "FOLDER": pathlib.Path, "DIR": str, "FLAG": str},
+        "NAME,...": cli.names(cli.one_of(HEADS)),
+    },
+    defaults={"tree": (flags.NO_TREE, "4x4:7", "4x4:15", "4x4:31")},
+    check=check,
+)
 
 
 def training_of(

@@ -28,7 +28,6 @@ from experiments.lib import (
     prompts as prompts_lib,
     records,
     results,
-    runs as runs_lib,
     tables,
     terminal,
 )
@@ -49,27 +48,27 @@ MATCHED_NGRAM = 2
 """Most tokens that prompt lookup matches: their own default, made explicit."""
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    text = f"target draft impl isa --dtype TYPE={EXACT_DTYPE}  dtype of all models"
-    kinds = {"TYPE": ("float32", "bfloat16")}
-    flags.add(parser, text, title="models", kinds=kinds)
-    parser.set_defaults(weights=None, draft_weights=None)
-    text = """
-        raw page-size prompts gen-tokens repeats
+FLAGS = f"""
+    [models] target draft impl isa
+        --dtype TYPE={EXACT_DTYPE}  dtype of all models
+    [runs] raw page-size prompts=50 gen-tokens=32 repeats=3
         --lengths TOKENS+=32,128,512  of the prompts of each class: short, medium, long
         --gammas K,K,...=3,5,7,10  tokens drafted per round, K
         --per-length N=2  prompts of each class
         --ignore-stop  do not end at stop tokens, on either side
-        """
-    flags.add(parser, text, title="runs", prompts=50, gen_tokens=32, repeats=3)
-    rows = "one per prompt as it finishes, one per way to generate, a summary"
-    flags.add(parser, "out", out=rows)
-    args = flags.parsed(parser, argv)
+    [out] one per prompt as it finishes, one per way to generate, a summary
+    """
+
+
+def check(parser: cli.Parser, args: argparse.Namespace) -> None:
+    """Refuses lengths that are not one for each class."""
+    args.weights = args.draft_weights = None  # As in each folder.
     if len(args.lengths) != len(prompts_lib.LENGTHS):
         parser.error(f"--lengths: {', '.join(prompts_lib.LENGTHS)} are three numbers")
-    return args
+
+
+KINDS = {"TYPE": ("float32", "bfloat16")}
+parse_args = flags.parser(__doc__, FLAGS, kinds=KINDS, check=check)
 
 
 class Theirs(NamedTuple):
@@ -179,47 +178,14 @@ def _model(folder: pathlib.Path, *, dtype: Any, device: str) -> Any:
     return model.to(device).eval().requires_grad_(False)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sides:
-    """The same weights on both sides, and the settings of both."""
+def load(
+    args: argparse.Namespace,
+) -> tuple[compare.Sides, models_lib.Subject, dict[str, Any]]:
+    """Returns both sides, on one kind of device, our side with the prompts of every
+    class, and what describes theirs.
 
-    lm: loading.LanguageModel  # `drafter` is None where there is no draft model
-    theirs: Theirs
-    settings: runs_lib.Settings
-
-    def ways(self, gammas: Sequence[int]) -> list[compare.Run]:
-        """Returns each run that the sides have models for, in the table's order."""
-        methods = [DRAFT_MODEL] * bool(self.lm.drafter) + [PROMPT_LOOKUP]
-        drafted = [(method, gamma) for method in methods for gamma in gammas]
-        return [
-            compare.Run(side=side, method=method, gamma=gamma)
-            for side in (compare.OURS, THEIRS)
-            for method, gamma in [(compare.PLAIN, None), *drafted]
-        ]
-
-    def generate(self, run: compare.Run, prompt: list[int]) -> compare.Generated:
-        """Generates once from a prompt, in the way that `run` names."""
-        lm, settings = self.lm, self.settings
-        if run.side == THEIRS:
-            how = {"max_tokens": settings.gen_tokens, "stop_ids": settings.stop_ids}
-            started = time.perf_counter()
-            tokens = self.theirs.generate(run, prompt, **how)
-            seconds = time.perf_counter() - started
-            return compare.Generated(count=len(tokens), ids=tokens, decode_s=seconds)
-        if run.method == PROMPT_LOOKUP:
-            # This drafter makes the same drafts as Hugging Face's prompt lookup.
-            sizes = {"gamma_max": settings.gamma, "n_max": MATCHED_NGRAM}
-            drafter = ngram.hugging_face(**sizes, stop_ids=settings.stop_ids)
-            lm = lm.with_drafter(drafter)
-        return compare.ours(lm, settings, prompt, gamma=run.gamma)
-
-
-def load(args: argparse.Namespace) -> tuple[Sides, models_lib.Subject]:
-    """Returns both sides, on one kind of device, and our side with the prompts of every
-    class.
-
-    Our side has no drafter if a target is named without a draft. All values of K share
-    one slab, because gamma is data.
+    A target that is named without a draft has no draft model. All values of K share one
+    slab, because gamma is data.
     """
     cli.require("oracle")
     is_alone = args.target is not None and args.draft is None
@@ -228,16 +194,30 @@ def load(args: argparse.Namespace) -> tuple[Sides, models_lib.Subject]:
     lengths = dict(zip(prompts_lib.LENGTHS, args.lengths, strict=True))
     how = {"lengths": lengths, "per_length": args.per_length}
     subject = models_lib.prepare(args, lm, args.prompts, **how)
-    if is_alone:
-        lm = dataclasses.replace(lm, drafter=None)
-    draft = args.draft or loading.EMBEDDED_DRAFT if lm.drafter else None
+    settings = subject.settings
+    limits = {"max_tokens": settings.gen_tokens, "stop_ids": settings.stop_ids}
+    # This drafter makes the same drafts as Hugging Face's prompt lookup.
+    sizes = {"gamma_max": settings.gamma, "n_max": MATCHED_NGRAM}
+    lookup = ngram.hugging_face(**sizes, stop_ids=settings.stop_ids)
+    lms = {} if is_alone else {DRAFT_MODEL: lm}
+    lms[PROMPT_LOOKUP] = lm.with_drafter(lookup)
+    draft = None if is_alone else args.draft or loading.EMBEDDED_DRAFT
     with tempfile.TemporaryDirectory() as name:
         target = hub.locate(args.target or loading.EMBEDDED_TARGET)
         if not target.is_dir():  # `Theirs` reads folders, no files.
             target = pathlib.Path(name)
             lm.save(target)
         theirs = Theirs.load(target, draft, dtype=args.dtype)
-    return Sides(lm=lm, theirs=theirs, settings=subject.settings), subject
+
+    def generate(run: compare.Run, prompt: list[int]) -> compare.Generated:
+        started = time.perf_counter()
+        tokens = theirs.generate(run, prompt, **limits)
+        seconds = time.perf_counter() - started
+        return compare.Generated(count=len(tokens), ids=tokens, decode_s=seconds)
+
+    own = {"lms": lms, "settings": settings}
+    sides = compare.Sides(**own, program=THEIRS, theirs=generate)
+    return sides, subject, theirs.description
 
 
 def row_of(prompts: Sequence[compare.PromptRuns], run: compare.Run) -> dict[str, Any]:
@@ -297,15 +277,15 @@ NOTE = (
 
 def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
     """Loads models, measures, writes and prints rows; returns whether all is well."""
-    sides, subject = load(args)
-    out.common = models_lib.common(args, sides.lm) | {
+    sides, subject, described = load(args)
+    out.common = models_lib.common(args, sides.settings.lm) | {
         "stop_ids": sides.settings.stop_ids,
         "matched_ngram": MATCHED_NGRAM,
-        "hf": sides.theirs.description,
+        "hf": described,
     }
     ways = sides.ways(args.gammas)
     how = {"reference": THEIR_PLAIN, "repeats": args.repeats}
-    done = compare.run_prompts(sides.generate, ways, subject, out, **how)
+    done = compare.run_prompts(sides, ways, subject, out, **how)
     for length in dict.fromkeys(one.prompt.category for one in done):
         of_length = [one for one in done if one.prompt.category == length]
         compared = [row_of(of_length, way) for way in ways]

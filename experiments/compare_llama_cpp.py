@@ -9,7 +9,7 @@ our drafted text is not that of our decoding, 1 the input was unusable.
 
 import argparse
 import dataclasses
-import itertools
+import functools
 import pathlib
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -53,26 +53,22 @@ TESTS = {
 """Our name of a step, and llama-bench's, by its name in the table."""
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    flags.add(parser, "models drafters", title="models", drafters="ngram")
-    text = """
+FLAGS = """
+    [models] models drafters=ngram
+    [llama.cpp]
         --llama-bin DIR  of a build: the folder of llama-bench, llama-completion and
             llama-speculative-simple (docs/measurements.md says how to build them);
             heads are converted by the script in the sources that it is of
         --gguf FILE,...  the target as llama.cpp is to read it; of the second and later
             ones, quantised otherwise, it decodes plainly, too
-        """
-    kinds = {"FILE,...": cli.names(pathlib.Path)}
-    flags.add(parser, text, title="llama.cpp", kinds=kinds)
-    text = """
-        gammas page-size prompts gen-tokens repeats raw
+    [runs] gammas=4 page-size prompts=50 gen-tokens repeats=3 raw
         --no-steps  leave llama-bench and our steps out
-        """
-    flags.add(parser, text, title="runs", gammas=4, prompts=50, repeats=3)
-    flags.add(parser, "out", out="one per prompt as it finishes, then figures")
-    args = flags.parsed(parser, argv)
+    [out] one per prompt as it finishes, then figures
+    """
+
+
+def check(parser: cli.Parser, args: argparse.Namespace) -> None:
+    """Refuses a lack of programs and files, and drafters that they do not have."""
     if args.llama_bin is None or args.gguf is None:
         parser.error(
             "--llama-bin and --gguf are needed: the folder `bin` of a build of "
@@ -83,56 +79,36 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in args.drafter:
         if name not in llama_cpp.SPEC_TYPES:
             parser.error(f"--drafter {name}: llama.cpp is compared on {known}")
-    return args
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sides:
-    """The same models on both sides, and the settings of both."""
+KINDS = {"FILE,...": cli.names(pathlib.Path)}
+parse_args = flags.parser(__doc__, FLAGS, kinds=KINDS, check=check)
 
-    args: argparse.Namespace
-    lms: models.Drafters  # by a name of `llama_cpp.SPEC_TYPES`
-    settings: runs_lib.Settings
-    drafts: Mapping[str, pathlib.Path]  # GGUF files of heads
 
-    def ways(self) -> list[compare.Run]:
-        """Returns all runs: plain on both sides, speculative by each drafter and gamma,
-        and llama.cpp's plain ones of its other files, by their names."""
-        drafted = itertools.product(self.lms, self.args.gamma)
-        both = [
-            compare.Run(side=side, method=method, gamma=gamma)
-            for method, gamma in [(PLAIN, None), *drafted]
-            for side in (compare.OURS, THEIRS)
-        ]
-        others = [path.stem for path in self.args.gguf[1:]]
-        return both + [compare.Run(side=THEIRS, method=name) for name in others]
+def generate(
+    args: argparse.Namespace,
+    settings: runs_lib.Settings,
+    drafts: Mapping[str, pathlib.Path],
+    run: compare.Run,
+    prompt: list[int],
+) -> compare.Generated:
+    """Generates once on their side; raises as `llama_cpp.generate`.
 
-    def generate(self, run: compare.Run, prompt: list[int]) -> compare.Generated:
-        """Generates once from a prompt, in the way that `run` names.
-
-        Raises:
-          ValueError: llama.cpp fails, or finds another number of tokens in the prompt.
-        """
-        settings, (first, *others) = self.settings, self.args.gguf
-        lm = self.lms.get(run.method, next(iter(self.lms.values())))
-        if run.side == compare.OURS:
-            return compare.ours(lm, settings, prompt, gamma=run.gamma)
-        done, prompt_tokens = llama_cpp.generate(
-            self.args.llama_bin,
-            {path.stem: path for path in others}.get(run.method, first),
-            compare.bytes_of(lm, prompt),
-            max_tokens=settings.gen_tokens,
-            capacity=settings.capacity,
-            gamma=run.gamma,
-            drafter=run.method,
-            draft=self.drafts.get(run.method),
-        )
-        if prompt_tokens != len(prompt):
-            raise ValueError(
-                f"llama.cpp reads a prompt of {len(prompt)} tokens as "
-                f"{prompt_tokens}: its tokenizer is another"
-            )
-        return done
+    Args:
+      drafts: GGUF files of heads, by the names of the drafters.
+    """
+    first, *others = args.gguf
+    return llama_cpp.generate(
+        args.llama_bin,
+        {path.stem: path for path in others}.get(run.method, first),
+        compare.bytes_of(settings.lm, prompt),
+        num_prompt=len(prompt),
+        max_tokens=settings.gen_tokens,
+        capacity=settings.capacity,
+        gamma=run.gamma,
+        drafter=run.method,
+        draft=drafts.get(run.method),
+    )
 
 
 def convert(
@@ -304,15 +280,20 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
     lm, theirs = lms[args.drafter[0]], {"threads": processes.usable_cores()}
     out.common = models.common(args, lm, "drafter", "gamma") | {"llama_cpp": theirs}
     subject = models.prepare(args, lm, args.prompts, stop_ids=lm.stop_ids)
+    ours = {"lms": lms, "settings": subject.settings}
     with tempfile.TemporaryDirectory() as folder:
         drafts = convert(args, lm, pathlib.Path(folder))
-        sides = Sides(args=args, lms=lms, settings=subject.settings, drafts=drafts)
+        by_theirs = functools.partial(generate, args, subject.settings, drafts)
+        sides = compare.Sides(**ours, program=THEIRS, theirs=by_theirs)
+        # Plain runs of the other files, by their names.
+        others = [compare.Run(side=THEIRS, method=x.stem) for x in args.gguf[1:]]
         if not args.no_steps:
             found, described = measure_steps(args, lm)
             out.common |= {"llama_cpp": described | theirs}
             out.write_all(found)
         how = {"reference": compare.OUR_PLAIN, "repeats": args.repeats}
-        done = compare.run_prompts(sides.generate, sides.ways(), subject, out, **how)
+        ways = sides.ways(args.gamma) + others
+        done = compare.run_prompts(sides, ways, subject, out, **how)
     of_prompts = rows(done)
     out.write_all(of_prompts)
     tables.print_rows([*of_prompts, *found], COLUMNS)

@@ -27,7 +27,6 @@ from scipy import stats
 import spec_jax as sj
 from experiments.lib import (
     bench,
-    cli,
     flags,
     models,
     published,
@@ -59,24 +58,19 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 PROMPT = "Describe a person as JSON, with name, trade and likes."
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    flags.add(parser, "models", title="models")
-    text = """
-        drafter gen-tokens repeats
+FLAGS = """
+    [models] models
+    [answers and times] drafter gen-tokens=128 repeats=60
         --answers N=100  to draw, a seed each
         --steps N=16  tokens that are timed at a time, of decoding and of rounds
         --batch N=8  answers at once
         --gamma N=4  drafts of a round, at most
         --table  compare with decoding, in place of answers and times: with --batch
             prompts at once, at temperatures 0, 0.7 and 1
-        """
-    flags.add(parser, text, title="answers and times", gen_tokens=128, repeats=60)
-    flags.add(parser, "temperature noise", title="sampling", temperature=1.0)
-    rows = "one of the answers, then one per way and processor; or of the table"
-    flags.add(parser, "out", out=rows)
-    return flags.parsed(parser, argv)
+    [sampling] temperature=1.0 noise
+    [out] one of the answers, then one per way and processor; or of the table
+    """
+parse_args = flags.parser(__doc__, FLAGS)
 
 
 def is_answer(text: str) -> bool:
@@ -90,8 +84,6 @@ def is_answer(text: str) -> bool:
 
 def draw(args: argparse.Namespace, lm: sj.LanguageModel, prompt: Any) -> dict[str, Any]:
     """Draws the answers; returns the row that says how many of them parse."""
-    names = ("temperature", "top_k", "top_p", "min_p")
-    given = {name: getattr(args, name) for name in names}
     seeds = range(args.seed, args.seed + args.answers)
     outs = sj.generate(
         lm,
@@ -99,7 +91,7 @@ def draw(args: argparse.Namespace, lm: sj.LanguageModel, prompt: Any) -> dict[st
         max_tokens=args.gen_tokens,
         num_slots=args.batch,
         gamma=min(args.gamma, lm.gamma_max),
-        sampling=[sj.Sampling(**given, seed=seed) for seed in seeds],
+        sampling=[flags.drawn(args, seed=seed) for seed in seeds],
         processors=sj.processors.json_schema(SCHEMA, lm),
     )
     texts = [out.text for out in outs]

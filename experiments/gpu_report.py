@@ -46,26 +46,19 @@ DRY_RUNS = "latency"
 """The script that compiles its programs without weights, by `--dry-run`."""
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    cli.add(
-        parser,
-        """
-        --only PATTERN  the calls in whose section and name this regular expression is
-            found, such as '^h' or 'tree of 32'; --list has them (default: all)
-        --budget N=490  seconds for all calls together; a call that is expected to take
-            more than is left is left out
-        --impl NAME=triton  kernels
-        --list  say what could be called, in order, and call nothing
-        --dry-run  run nothing, and need no GPU: trace and lower all programs
-        --out FOLDER  rows of each call, what it printed, and compiled programs
-            (default: experiments/results/gpu)
-        """,
-        NAME=("triton", "xla"),
-        FOLDER=pathlib.Path,
-    )
-    return parser.parse_args(argv)
+FLAGS = """
+    --only PATTERN  the calls in whose section and name this regular expression is
+        found, such as '^h' or 'tree of 32'; --list has them (default: all)
+    --budget N=490  seconds for all calls together; a call that is expected to take
+        more than is left is left out
+    --impl NAME=triton  kernels
+    --list  say what could be called, in order, and call nothing
+    --dry-run  run nothing, and need no GPU: trace and lower all programs
+    --out FOLDER  rows of each call, what it printed, and compiled programs
+        (default: experiments/results/gpu)
+    """
+KINDS = {"NAME": ("triton", "xla"), "FOLDER": pathlib.Path}
+parse_args = cli.parser(__doc__, FLAGS, **KINDS)
 
 
 @dataclasses.dataclass(frozen=True)

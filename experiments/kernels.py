@@ -10,13 +10,12 @@ unusable.
 
 import argparse
 import hashlib
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.lib import cli, flags, noise, records, subjects, tables
+from experiments.lib import flags, noise, records, subjects, tables
 from spec_jax import testing
 from spec_jax.model import row_model
 from spec_jax.ops import dispatch
@@ -27,19 +26,14 @@ from spec_jax.testing import target_kit
 ROWS = 8
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    text = """
-        device impl dtype weights isa out
-        --preset PRESET=tiny  the model whose shapes are taken
-        --contexts N,N,...=5,300  tokens of the prompts
-        """
-    kinds = {"PRESET": sorted(subjects.PRESETS)}
-    flags.add(parser, text, kinds=kinds, out="hashes, and one per way to read")
-    args = parser.parse_args(argv)
-    flags.choose_isa(args)
-    return args
+FLAGS = """
+    device impl dtype weights isa
+    --preset PRESET=tiny  the model whose shapes are taken
+    --contexts N,N,...=5,300  tokens of the prompts
+    [out] hashes, and one per way to read
+    """
+KINDS = {"PRESET": sorted(subjects.PRESETS)}
+parse_args = flags.parser(__doc__, FLAGS, kinds=KINDS)
 
 
 def check(model: row_model.RowModel, params: Any, context: int) -> list[dict[str, Any]]:

@@ -7,12 +7,17 @@ tokens differ at forced acceptance, 1 the input was unusable.
 """
 
 import argparse
+import collections
+import contextlib
 import functools
 import pathlib
-from collections.abc import Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from experiments.lib import (
     bench,
@@ -20,7 +25,6 @@ from experiments.lib import (
     flags,
     forced_rounds,
     models as models_lib,
-    programs,
     records,
     steps,
     subjects,
@@ -30,11 +34,15 @@ from experiments.lib import (
 from spec_jax import loading
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    text = """
-        models
+GPU = "NVIDIA H200"
+"""The GPU for which Pallas lowers on a machine without one."""
+
+MOST_NAMES = 40
+"""How many kernels of a profiler's trace are listed, the longest first."""
+
+
+FLAGS = """
+    [models] models
         --preset PRESET  a target of random weights in that shape, mostly a released
             model's
         --draft-preset PRESET  a draft, likewise
@@ -42,11 +50,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             published ones, as many tokens as those do
         --head-tree ROWS  it drafts trees of so many rows: of seven first children, and
             of their siblings
-        """
-    kinds = {"PRESET": sorted(subjects.PRESETS), "HEAD": subjects.HEADS}
-    flags.add(parser, text, title="models", kinds=kinds)
-    text = """
-        gamma page-size repeats gen-tokens temperature noise
+    [steps] gamma page-size repeats=20 gen-tokens temperature noise device
         --contexts TOKENS+=64,256,1024  context lengths of a plain step; everything else
             is measured at the first of them
         --rows N,N,...  active rows of a window, the most of them at every context
@@ -64,22 +68,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             --gamma)
         --dry-run  run nothing: trace and lower every program, for a GPU with --device
             gpu wherever this is, and compile it where there is one
-        """
-    kinds = {"FOLDER": pathlib.Path, "RATE,RATE,...": cli.names(forced_rounds.rate)}
-    flags.add(parser, text, title="steps", kinds=kinds, repeats=20)
-    flags.add(parser, "device out", out="one per step, then one summary")
-    args = flags.parsed(parser, argv)
-    _check(parser, args)
-    # Steps of a large model are slow, and few of them are enough.
-    args.steps = args.steps or (4 if args.preset else 20)
-    args.gammas, args.prefill = args.gammas or (args.gamma,), args.prefill or ()
-    args.gamma = max(args.gamma, *args.gammas)
-    args.slab = max((args.gamma + 1, *(args.rows or ())))
-    return args
+    [out] one per step, then one summary
+    """
+KINDS = {
+    "PRESET": sorted(subjects.PRESETS),
+    "HEAD": subjects.HEADS,
+    "FOLDER": pathlib.Path,
+    "RATE,RATE,...": cli.names(forced_rounds.rate),
+}
 
 
-def _check(parser: cli.Parser, args: argparse.Namespace) -> None:
-    """Ends the script with status 1 where flags do not go together."""
+def check(parser: cli.Parser, args: argparse.Namespace) -> None:
+    """Refuses flags that do not go together, and fills in what depends on others."""
     has_draft = args.draft_preset or args.draft or args.head
     is_alone = not has_draft and (args.preset or args.target)
     of_data = any(isinstance(rate, str) for rate in args.forced or ())
@@ -109,6 +109,14 @@ def _check(parser: cli.Parser, args: argparse.Namespace) -> None:
     ):  # fmt: skip
         if is_so:
             parser.error(words)
+    # Steps of a large model are slow, and few of them are enough.
+    args.steps = args.steps or (4 if args.preset else 20)
+    args.gammas, args.prefill = args.gammas or (args.gamma,), args.prefill or ()
+    args.gamma = max(args.gamma, *args.gammas)
+    args.slab = max((args.gamma + 1, *(args.rows or ())))
+
+
+parse_args = flags.parser(__doc__, FLAGS, kinds=KINDS, check=check)
 
 
 def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
@@ -149,7 +157,7 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
     traced = (steps.PLAIN, f"round, gamma {args.gamma}")
     for cost in groups[0] if args.trace and groups else ():
         if cost.name in traced:
-            call = lambda c=cost: programs.profile(args.trace, c.name, c.case())
+            call = lambda c=cost: profile(args.trace, c.name, c.case())
             shown.add(cost.name, call)
     how = {"repeats": args.repeats, "head": args.head}
     for gamma in args.gammas if args.forced else ():
@@ -163,12 +171,113 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
 def compile_all(
     args: argparse.Namespace, works: Sequence[works_lib.Work], shown: tables.Report
 ) -> None:
-    """Traces and lowers every program once, and compiles it where that is possible."""
+    """Traces and lowers every program once, and compiles it where that is possible.
+
+    On a machine without a GPU a program is lowered for a GPU, too: the kernels, their
+    plans and the work of Python are those of a machine that has one.
+    """
     compiles = args.device == "cpu" or jax.default_backend() == "gpu"
     for name, work in {work.program: work for work in works}.items():
         about = {"kind": "compile", "program": name}
-        lower = functools.partial(programs.lower, work.trace, compiles=compiles)
-        shown.add(name, lambda of=lower, a=about: [a | of()])
+        timed = functools.partial(lower, work.trace, compiles=compiles)
+        shown.add(name, lambda of=timed, a=about: [a | of()])
+
+
+def lower(trace: Callable[[], jax.stages.Traced], *, compiles: bool) -> dict:
+    """Returns seconds of each stage, kernels in the lowered text, and memory.
+
+    Args:
+      compiles: compile for the device of jax; otherwise only lower, for a GPU.
+    """
+    times, row = [time.perf_counter()], {"compile_s": None, "temp_bytes": None}
+    clock = lambda: times.append(time.perf_counter())
+    with (
+        contextlib.nullcontext() if compiles else _without_gpu(),
+        warnings.catch_warnings(),
+    ):
+        # A loop does not return all that is donated, such as its counters.
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        traced = trace()
+        clock()
+        lowered = traced.lower(lowering_platforms=None if compiles else ("cuda",))
+        clock()
+    if compiles:
+        memory = lowered.compile().memory_analysis()
+        clock()
+        row["temp_bytes"] = getattr(memory, "temp_size_in_bytes", None)
+    stages = zip(("trace_s", "lower_s", "compile_s"), np.diff(times), strict=False)
+    kernels = lowered.as_text().count("stablehlo.custom_call")
+    return row | {name: float(s) for name, s in stages} | {"kernels": kernels}
+
+
+@contextlib.contextmanager
+def _without_gpu() -> Iterator[None]:
+    """Sets a mesh that names the GPU, which Pallas needs from jax 0.11 on."""
+    if jax.__version_info__ < (0, 11):
+        yield
+        return
+    device = jax.sharding.AbstractDevice(
+        device_kind=GPU, num_cores=None, platform="gpu"
+    )
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        yield
+
+
+def profile(folder: pathlib.Path, name: str, call: Callable[[], Any]) -> list[dict]:
+    """Traces one call after a first one; returns a row of each kernel, longest first.
+
+    On a GPU times are `own_times`; on a CPU, where calls nest, they are durations.
+
+    Args:
+      folder: where the trace is kept, for a viewer.
+    """
+    call()
+    with jax.profiler.trace(str(folder / name)):
+        call()
+    path = sorted((folder / name).rglob("*.xplane.pb"))[-1]
+    is_gpu = jax.default_backend() == "gpu"
+    took, counts = collections.Counter(), collections.Counter()
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+        for line in plane.lines:
+            if is_gpu and not ("GPU" in plane.name and "Stream" in line.name):
+                continue
+            events = list(line.events)
+            times = [event.duration_ns for event in events]
+            if is_gpu:
+                times = own_times([(e.start_ns, e.duration_ns) for e in events])
+            for event, time_ns in zip(events, times, strict=True):
+                took[event.name] += time_ns
+                counts[event.name] += 1
+    total = sum(took.values())
+    return [
+        {
+            "kind": "trace",
+            "program": name,
+            "event": event,
+            "calls": counts[event],
+            "own_us": nanoseconds / 1e3,
+            "share": nanoseconds / total,
+        }
+        for event, nanoseconds in took.most_common(MOST_NAMES)
+    ]
+
+
+def own_times(events: Sequence[tuple[float, float]]) -> list[float]:
+    """Returns the time that each kernel adds to its stream, in the order given.
+
+    It lasts from the end of the kernels before to the kernel's own end: in programmatic
+    dependent launch kernels overlap, and durations count that time twice.
+
+    Args:
+      events: the start and the duration of each.
+    """
+    starts, durations = np.array(events).reshape(-1, 2).T
+    order = np.lexsort((durations, starts))
+    ended = np.maximum.accumulate((starts + durations)[order])
+    own = np.empty_like(starts)
+    own[order] = np.diff(ended, prepend=starts[order[:1]])
+    return own.tolist()
 
 
 def measure_steps(

@@ -11,7 +11,6 @@ Exit status: 0 no value differs, 2 one does, 1 the input was unusable.
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -42,32 +41,28 @@ PAGE_SIZE = 16
 Row = dict[str, Any]
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    text = """
-        out
-        --target DIR  Hugging Face Qwen3 folder (default: the embedded target)
-        """
-    flags.add(parser, text, out="one, what was seen")
-    text = """
-        prompts gen-tokens raw
+FLAGS = """
+    [texts] prompts=1 gen-tokens raw
         --gamma TOKENS=4  drafts of a window, which are decoding's own
-        """
-    flags.add(parser, text, title="texts", prompts=1)
-    text = """
-        impl
+    [the two runs] impl
+        --target DIR  Hugging Face Qwen3 folder (default: the embedded target)
         --dtype TYPE  of both runs (default: the model's)
         --verify-path PATH=paged-decode  how windows are verified
-        """
-    flags.add(parser, text, title="the two runs", kinds={"PATH": microscope.PATHS})
-    args = parser.parse_args(argv)
+    [out] one, what was seen
+    """
+
+
+def check(parser: cli.Parser, args: argparse.Namespace) -> None:
+    """Refuses texts that are shorter than a window."""
     if args.gen_tokens <= args.gamma:
         parser.error(
             f"--gen-tokens {args.gen_tokens} holds no window of --gamma {args.gamma}: "
             f"give {args.gamma + 1} or more"
         )
-    return args
+
+
+KINDS = {"PATH": microscope.PATHS}
+parse_args = flags.parser(__doc__, FLAGS, kinds=KINDS, check=check)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,7 +113,7 @@ def differing(
     """Returns the positions after which a path chooses another token than decoding."""
     found = []
     for start, window in text.windows(width):
-        _, logits = microscope.logits_of(path, params, text.kv, window, start)
+        _, logits, _ = microscope.run(path, params, text.kv, window, start)
         decoded = text.tokens[start + 1 : start + width + 1]
         found += (start + np.flatnonzero(logits.argmax(axis=-1) != decoded)).tolist()
     return found

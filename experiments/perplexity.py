@@ -5,11 +5,11 @@ llama.cpp's llama-perplexity does. Exit status: 0 measured, 1 the input was unus
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.lib import cli, flags, prompt_files, records, terminal
+from experiments.lib import flags, prompt_files, records, terminal
 from spec_jax import generation, loading
 from spec_jax.ops import dispatch
 
@@ -17,18 +17,13 @@ from spec_jax.ops import dispatch
 FORMS = (None, "q8_0", "q4_1")
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    text = """
-        target dtype impl isa prompts out
-        --window TOKENS=512  of a window; the second half is scored
-        --windows N=8  at most
-        """
-    flags.add(parser, text, prompts=50, out="one for each form of the weights")
-    args = parser.parse_args(argv)
-    flags.choose_isa(args)
-    return args
+FLAGS = """
+    target dtype impl isa prompts=50
+    --window TOKENS=512  of a window; the second half is scored
+    --windows N=8  at most
+    [out] one for each form of the weights
+    """
+parse_args = flags.parser(__doc__, FLAGS)
 
 
 def of_form(args: argparse.Namespace, text: str, form: str | None) -> dict:

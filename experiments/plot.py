@@ -7,7 +7,7 @@ was asked for by name.
 
 import argparse
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from experiments.lib import cli, files
@@ -42,30 +42,22 @@ FIGURES: dict[str, Callable[[Row], bool]] = {
 """Whether a row belongs to a figure, by its function in `lib/figures.py`."""
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    rows = "spec_round.py, latency.py, parity.py, sweep.py or rollouts.py --steps"
-    cli.add(
-        parser,
-        f"""
-        files FILE+  JSON lines of {rows}
-        --figure NAME  draw this one only (default: all that there are rows for)
-        --out DIR=.  folder of the figures; made if it is not there
-        --where FIELD*  leave out rows that have another value, as in gamma=4
-        """,
-        FILE=pathlib.Path,
-        NAME=tuple(FIGURES),
-        FIELD=_condition,
-    )
-    return parser.parse_args(argv)
-
-
 def _condition(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals):
         raise ValueError(f"{text!r} is not NAME=VALUE, as in gamma=4")
     return name, value
+
+
+FLAGS = """
+    files FILE+  JSON lines of spec_round.py, latency.py, parity.py, sweep.py or
+        rollouts.py --steps
+    --figure NAME  draw this one only (default: all that there are rows for)
+    --out DIR=.  folder of the figures; made if it is not there
+    --where FIELD*  leave out rows that have another value, as in gamma=4
+    """
+KINDS = {"FILE": pathlib.Path, "NAME": tuple(FIGURES), "FIELD": _condition}
+parse_args = cli.parser(__doc__, FLAGS, **KINDS)
 
 
 def run(args: argparse.Namespace) -> None:

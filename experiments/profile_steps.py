@@ -22,7 +22,6 @@ from scipy import optimize
 from experiments.lib import (
     bench,
     calibration,
-    cli,
     flags,
     models,
     noise,
@@ -40,26 +39,19 @@ from spec_jax.engine import protocols
 _ROUND = "round"
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    flags.add(parser, "models mesh", title="models")
-    text = """
-        gamma page-size drafter repeats
+FLAGS = """
+    [models] models mesh
+    [steps] gamma page-size drafter repeats=20
         --batch N,N,...=1,4,16  slots
         --contexts TOKENS,...=64,256  tokens in each slot
         --steps N=20  steps of one timed call
-        """
-    flags.add(parser, text, title="steps", repeats=20)
-    text = """
-        prompts gen-tokens raw
+    [confidences] prompts=50 gen-tokens raw
         --calibrate T,...  temperatures of the target's draws, 0 is greedy, for each of
             which confidences are calibrated (default: none)
         --seed I=0  of the draws
-        """
-    flags.add(parser, text, title="confidences", prompts=50)
-    flags.add(parser, "out", out="calibrations, then one profile a batch and context")
-    return flags.parsed(parser, argv)
+    [out] calibrations, then one profile a batch and context
+    """
+parse_args = flags.parser(__doc__, FLAGS)
 
 
 def run(args: argparse.Namespace, out: records.JsonLines) -> None:

@@ -48,7 +48,6 @@ from spec_jax.rules import sampling
 
 SURE = 1e6
 """The logit of a text's own token: no draw's noise lifts another token above it."""
-SAMPLING = ("temperature", *flags.NOISE, "seed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +61,7 @@ class Texts:
     @property
     def settings(self) -> sampling.SamplingSettings | None:
         """Settings by which the target drew; None: it decoded greedily."""
-        made = {name: self.about[name] for name in SAMPLING}
+        made = {name: self.about[name] for name in flags.DRAWS}
         return sampling.make_settings(**made) if made["temperature"] else None
 
     @property
@@ -89,37 +88,40 @@ class Way:
     known: knowledge.Knowledge | None = None  # by a choice among drafters
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    texts = "texts FILE  rows of spec_round.py --ignore-stop --out"
-    cli.add(parser, texts, FILE=pathlib.Path)
-    replayed = [n for n in registry.names() if n not in registry.NEED_TARGET]
-    text = """
-        drafters out
-        --draft DIR  folder of the draft model (default: that of the embedded pair)
-        --gamma TOKENS,...=1,2,4,7  tokens drafted per round: a row for each
-        --round-costs T,T,...  what rounds of 0, 1, 2 .. drafts take, in any unit, up to
-            the largest gamma
-        --lookup-costs T,T,...  the same of drafts that are looked up, in that unit
-            (default: --round-costs)
-        --gamma-policy POLICY,...  policies that go by these costs, a row for each
-        """
-    named = cli.names(cli.one_of(policies.MEASURED[1:]))
-    kinds = {"T,T,...": round_costs, "POLICY,...": named}
-    rows = "one per drafter and gamma, as the table shows them"
-    flags.add(parser, text, kinds=kinds, drafters=",".join(replayed), out=rows)
-    args = parser.parse_args(argv)
+REPLAYED = [name for name in registry.names() if name not in registry.NEED_TARGET]
+FLAGS = f"""
+    drafters={",".join(REPLAYED)}
+    --draft DIR  folder of the draft model (default: that of the embedded pair)
+    --gamma TOKENS,...=1,2,4,7  tokens drafted per round: a row for each
+    --round-costs T,T,...  what rounds of 0, 1, 2 .. drafts take, in any unit, up to the
+        largest gamma
+    --lookup-costs T,T,...  the same of drafts that are looked up, in that unit
+        (default: --round-costs)
+    --gamma-policy POLICY,...  policies that go by these costs, a row for each
+    texts FILE  rows of spec_round.py --ignore-stop --out
+    [out] one per drafter and gamma, as the table shows them
+    """
+
+
+def check(parser: cli.Parser, args: argparse.Namespace) -> None:
+    """Refuses flags of costs without --round-costs."""
     for flag in ("gamma_policy", "lookup_costs"):
         if getattr(args, flag) and not args.round_costs:
             words = "goes by costs: give --round-costs, too"
             parser.error(f"{cli.flag_of(flag)} {words}")
-    return args
 
 
 def round_costs(text: str) -> costs_lib.RoundCosts:
     """Parses a list of the times of rounds; the type of a flag."""
     return costs_lib.RoundCosts(round_s=tuple(map(float, text.split(","))))
+
+
+KINDS = {
+    "FILE": pathlib.Path,
+    "T,T,...": round_costs,
+    "POLICY,...": cli.names(cli.one_of(policies.MEASURED[1:])),
+}
+parse_args = flags.parser(__doc__, FLAGS, kinds=KINDS, check=check)
 
 
 def read(path: pathlib.Path) -> Texts:
@@ -334,7 +336,7 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> None:
     if args.round_costs:
         args.round_costs.upto(max(args.gamma))  # Raises if there are too few.
     numbers = range(len(texts.prompts))
-    names = ("target", "dtype", "impl", "gen_tokens", *SAMPLING)
+    names = ("target", "dtype", "impl", "gen_tokens", *flags.DRAWS)
     out.common = {name: texts.about[name] for name in names} | {
         "draft": str(args.draft or "embedded"),
         "texts_sha256": files.sha256(args.texts),

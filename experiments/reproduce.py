@@ -40,26 +40,20 @@ FOLDERS = ("data", "llama_bin", "texts")
 Step = reproduction.Step
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    cli.add(
-        parser,
-        """
-        --only PATTERN  the steps in whose names this regular expression is found, such
-            as 'spec_round|figures'; --list names them (default: all)
-        --data DIR  folder of data sets, with gsm8k/test.jsonl; steps that need it are
-            left out without it
-        --llama-bin DIR  of a build of llama.cpp, as compare_llama_cpp.py has it; steps
-            that need one are left out without it
-        --texts DIR  folder of the rollouts that docs/heads.md says how to make; heads
-            are left out without it
-        --list  say what would be run and what is finished, and run nothing
-        --tables  write the tables of README.md and docs from the rows, and run nothing
-        --allow-dirty  from changed code too: rows and certificates say so
-        """,
-    )
-    return parser.parse_args(argv)
+FLAGS = """
+    --only PATTERN  the steps in whose names this regular expression is found, such
+        as 'spec_round|figures'; --list names them (default: all)
+    --data DIR  folder of data sets, with gsm8k/test.jsonl; steps that need it are
+        left out without it
+    --llama-bin DIR  of a build of llama.cpp, as compare_llama_cpp.py has it; steps
+        that need one are left out without it
+    --texts DIR  folder of the rollouts that docs/heads.md says how to make; heads
+        are left out without it
+    --list  say what would be run and what is finished, and run nothing
+    --tables  write the tables of README.md and docs from the rows, and run nothing
+    --allow-dirty  from changed code too: rows and certificates say so
+    """
+parse_args = cli.parser(__doc__, FLAGS)
 
 
 def chosen(args: argparse.Namespace) -> list[Step]:

@@ -39,25 +39,22 @@ from spec_jax import testing
 from spec_jax.engine import protocols
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    flags.add(parser, "models", title="models")
-    text = """
-        drafter prompts raw gen-tokens page-size repeats
+FLAGS = """
+    [models] models
+    [rollouts] drafter prompts=4 raw gen-tokens page-size repeats=3
         --samples N=4  of each prompt, all from one seed
         --batch N=8  samples at once
         --gamma N=7  drafts of a round, at most
-        """
-    flags.add(parser, text, title="rollouts", prompts=4, repeats=3)
-    flags.add(parser, "temperature noise processor", title="sampling", temperature=1.0)
-    text = """
+    [sampling] temperature=1.0 noise processor
+    [learning]
         --steps I=0  steps of REINFORCE after the comparison
         --learning-rate RATE=0.0003  of Adam
-        """
-    flags.add(parser, text, title="learning")
-    flags.add(parser, "out", out="one per sample, one per way, then one per step")
-    args = flags.parsed(parser, argv)
+    [out] one per sample, one per way, then one per step
+    """
+
+
+def check(parser: cli.Parser, args: argparse.Namespace) -> None:
+    """Refuses samples that are one text, and learning by other draws."""
     if args.samples > 1 and not args.temperature:
         parser.error(
             f"--samples {args.samples} of --temperature 0 are one text: give a "
@@ -70,7 +67,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         )
     if args.steps:
         cli.require("train")
-    return args
+
+
+parse_args = flags.parser(__doc__, FLAGS, check=check)
 
 
 def ways(args: argparse.Namespace, lm: sj.LanguageModel) -> dict[str, Any]:
@@ -159,8 +158,7 @@ def worst_ratio(learner: Any, sampler: Any) -> float:
 
 def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
     """Draws, scores and compares, then learns; returns whether all is well."""
-    names = ("temperature", "top_k", "top_p", "min_p", "seed")
-    sampling = sj.Sampling(**{name: getattr(args, name) for name in names})
+    sampling = flags.drawn(args)
     lm = models.load(args, drafter=args.drafter, gamma_max=args.gamma)
     ids = [one.ids for one in models.prepare(args, lm, args.prompts).prompts]
     gammas = ways(args, lm)

@@ -10,7 +10,6 @@ are not finite, 1 the input was unusable.
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
 
 from experiments.lib import (
     cli,
@@ -26,34 +25,39 @@ from experiments.lib import (
 from spec_jax.model import row_model
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    flags.add(parser, "models mesh", title="models")
-    text = """
-        gamma page-size tree drafter rule prompts gen-tokens repeats ignore-stop raw
+FLAGS = """
+    [models] models mesh
+    [runs] gamma page-size tree drafter rule
+        prompts=10 gen-tokens repeats ignore-stop raw
         --prefill HOW  how prompts enter the cache; rows makes even their K/V
             bit-identical to decoding (default: the faster, rows with native kernels,
             else batched)
         --batch N  run so many prompts at once, refilled as they end, and compare each
             with autoregressive decoding alone (default: one after the other)
         --cache KIND=paged  pages, or one contiguous block per sequence
-        """
-    kinds = {"HOW": ("batched", "rows"), "KIND": row_model.CACHE_KINDS}
-    flags.add(parser, text, title="runs", kinds=kinds, prompts=10)
-    flags.add(parser, "policy", title="adaptive gamma")
-    flags.add(parser, "temperature noise processor", title="sampling")
-    # None: the flag was not given.
-    parser.set_defaults(gamma=None, gamma_policy=None)
-    flags.add(parser, "out", out="one per prompt as it finishes, then one summary")
-    args = flags.parsed(parser, argv)
+    [adaptive gamma] policy
+    [sampling] temperature noise processor
+    [out] one per prompt as it finishes, then one summary
+    """
+
+
+def check(parser: cli.Parser, args: argparse.Namespace) -> None:
+    """Chooses gamma and its policy, and refuses policies that do not fit trees."""
     of_chains: tuple[str, ...] = ("schedule",)
     _choose_gamma(args)
     # Only these policies fit trees; goodput and leader count the nodes by rank.
     if args.gamma_policy not in ("fixed", "goodput", "leader", policies.BUDGET):
         of_chains += ("gamma_policy",)
     flags.check_tree(parser, args, *of_chains)
-    return args
+
+
+parse_args = flags.parser(
+    __doc__,
+    FLAGS,
+    kinds={"HOW": ("batched", "rows"), "KIND": row_model.CACHE_KINDS},
+    defaults={"gamma": None, "gamma_policy": None},  # None: the flag was not given.
+    check=check,
+)
 
 
 def _choose_gamma(args: argparse.Namespace) -> None:
@@ -122,7 +126,7 @@ def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
     out.common = describe(args, subject)
     out.write({"kind": "summary", **summary, "by_category": by_category}
               | {"compile_s": compile_s})  # fmt: skip
-    names = ("temperature", *flags.NOISE, "seed") if args.temperature else ()
+    names = flags.DRAWS if args.temperature else ()
     drawn = ", ".join(f"{name} {getattr(args, name)}" for name in names) or "greedy"
     terminal.show()
     samples.show(results[0], settings.lm, how=drawn)

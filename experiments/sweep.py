@@ -66,12 +66,9 @@ def cell_of(row: Mapping[str, Any]) -> Cell:
     return Cell(**{name: row[name] for name in names if name in row})
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unusable ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    flags.add(parser, "models mesh", title="models")
-    text = f"""
-        drafters gammas page-size trees
+FLAGS = f"""
+    [models] models mesh
+    [grid: a cell for each combination] drafters gammas=1,2,4 page-size trees
         --prompts N|FILE[:N]+=10  prompt sets: the first N bundled prompts, or files as
             spec_round.py takes them, or a folder, for all its files *.jsonl and those
             of its folders
@@ -80,24 +77,29 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         --temperature T,...=0  divides the logits; 0 is greedy
         --gamma-policy POLICY,...=fixed  of {", ".join(policies.MEASURED)};
             where they adapt, --gamma is the most that they may choose
-        """
-    kinds = {"POLICY,...": cli.names(cli.one_of(policies.MEASURED))}
-    title = "grid: a cell for each combination"
-    flags.add(parser, text, title=title, kinds=kinds, gammas="1,2,4")
-    parser.set_defaults(tree=(flags.NO_TREE,))
-    shared = "rule gen-tokens repeats ignore-stop raw"
-    flags.add(parser, shared, title="the same in all cells")
-    flags.add(parser, "noise", title="sampling, where the temperature is above 0")
-    flags.add(parser, "cluster", title="cells on a cluster")
-    rows = "one per finished cell; cells that are there already are not run again"
-    flags.add(parser, "out", out=rows)
-    args = flags.parsed(parser, argv)
+    [the same in all cells] rule gen-tokens repeats ignore-stop raw
+    [sampling, where the temperature is above 0] noise
+    [cells on a cluster] cluster
+    [out] one per finished cell; cells that are there already are not run again
+    """
+
+
+def check(parser: cli.Parser, args: argparse.Namespace) -> None:
+    """Refuses flags of chains beside trees, and finds the prompt sets of folders."""
     if args.out is None:
         parser.error("--out is required: cells that it holds are not run again")
     args.prompts = [source for each in args.prompts for source in _sets_of(each)]
     args.gamma_max = max(args.gamma)
     flags.check_tree(parser, args, "gamma_policy")
-    return args
+
+
+parse_args = flags.parser(
+    __doc__,
+    FLAGS,
+    kinds={"POLICY,...": cli.names(cli.one_of(policies.MEASURED))},
+    defaults={"tree": (flags.NO_TREE,)},
+    check=check,
+)
 
 
 def _sets_of(source: str) -> list[str]:

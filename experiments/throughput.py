@@ -22,7 +22,6 @@ from experiments.lib import (
     bench,
     cli,
     flags,
-    forced_drafter,
     models,
     policies,
     records,
@@ -55,25 +54,31 @@ class Way:
         return {"way": f"{kind}, {where}", **row}
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    flags.add(parser, "models mesh", title="models")
-    text = """
-        gammas page-size tree drafter rule prompts raw gen-tokens repeats
+FLAGS = """
+    [models] models mesh
+    [runs] gammas=4 page-size tree drafter rule prompts=32 raw gen-tokens repeats=3
         --batch N,N,...=1,2,4,8,16  sequences at once
         --adversarial  let the drafter work as always, and have each of its drafts be
             wrong, however sure it is of it
-        """
-    flags.add(parser, text, title="runs", gammas=4, prompts=32, repeats=3)
-    flags.add(parser, "policy", title="adaptive gamma")
-    flags.add(parser, "temperature noise processor", title="sampling")
-    flags.add(parser, "out", out="one per run as it finishes, then one per way")
-    args = flags.parsed(parser, argv)
+    [adaptive gamma] policy
+    [sampling] temperature noise processor
+    [out] one per run as it finishes, then one per way
+    """
+
+
+def check(parser: cli.Parser, args: argparse.Namespace) -> None:
+    """Refuses flags of chains beside a tree."""
     flags.check_tree(parser, args, "gamma_policy", "schedule", "adversarial")
     if args.tree is not None and len(args.gamma) > 1:
         parser.error("--tree has drafts of its own number: leave the list --gamma out")
-    return args
+    if args.adversarial and args.rule != "coupled":
+        parser.error(
+            f"--rule {args.rule} asks what drafts were drawn from, and those of "
+            "--adversarial were not: leave one of them out"
+        )
+
+
+parse_args = flags.parser(__doc__, FLAGS, check=check)
 
 
 def ways_of(args: argparse.Namespace, subject: models.Subject) -> list[Way]:
@@ -165,12 +170,9 @@ COLUMNS = {
 def run(args: argparse.Namespace, out: records.JsonLines) -> bool:
     """Loads, runs and compares; returns whether all is well."""
     lm = models.load(args, drafter=args.drafter, gamma_max=max(args.gamma))
-    if args.adversarial:
-        size = lm.target.config.vocab_size
-        wrong = forced_drafter.ForcedDrafter(inner=lm.drafter, vocab_size=size)
-        lm = dataclasses.replace(lm, drafter=wrong)  # `runs` makes all drafts wrong.
-    sampling = flags.sampling_settings(args)
-    subject = models.prepare(args, lm, args.prompts, sampling=sampling)
+    how = {"sampling": flags.sampling_settings(args)}
+    how |= {"is_adversarial": args.adversarial}
+    subject = models.prepare(args, lm, args.prompts, **how)
     ids = [one.ids for one in subject.prompts]
     if max(args.batch) > len(ids):
         terminal.show(f"--batch: at most {len(ids)} slots, as there are prompts")

@@ -16,20 +16,13 @@ each draft with the target, and the accepted length of rounds of greedy decoding
 
 import argparse
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from experiments.heads import export, families, jobs, own_prompts, rollouts
 from experiments.lib import cli, files, flags
-from spec_jax.model import (
-    block_dialects,
-    block_params,
-    eagle3_files,
-    tokenizer as tokenizer_lib,
-)
-from spec_jax.typing import IMPLS
+from spec_jax.model import block_dialects, block_params, eagle3_files
 
 
 TARGETS = ("online", "cache")
@@ -37,9 +30,9 @@ TARGETS = ("online", "cache")
 
 def write_prompts(args: argparse.Namespace) -> None:
     """Writes `prompts.jsonl`: user turns that the target wrote, no two alike."""
-    texts = rollouts.write(args, rollouts.writer_of(args))
-    tokenizer = tokenizer_lib.load(args.target)
-    kept, dropped = own_prompts.choose(tokenizer, texts, args.avoid)
+    writer = rollouts.writer_of(args)
+    texts = rollouts.write(args, writer)
+    kept, dropped = own_prompts.choose(writer.lm.tokenizer, texts, args.avoid)
     path = args.work / "prompts.jsonl"
     own_prompts.save(kept, path)
     told = ", ".join(f"{count} {why}" for why, count in dropped.most_common())
@@ -61,8 +54,10 @@ def roll_out(args: argparse.Namespace) -> None:
         np.savez(part, **made)
 
 
-FLAGS = {
-    "model, and where things go": """
+FLAGS = """
+    --family FAMILY!  of the drafter
+    --stage STAGE!  see above
+    [model, and where things go]
         --target FOLDER=spec_jax/assets/target  a model in Hugging Face's layout
         --work FOLDER=drafter  rollouts, cache, checkpoints and log
         --texts FOLDER  has the rollouts and the cache, which many drafters may share
@@ -71,9 +66,7 @@ FLAGS = {
         --note TEXT*  a sentence for the drafter's card
         --impl IMPL=auto  kernels of the rollouts
         --seed SEED=0  of weights, batches and drawn rollouts
-        """,
-    "prompts and rollouts": """
-        raw
+    [prompts and rollouts] raw
         --write N=1000  prompts that the stage of that name writes; those are kept that
           end, do not repeat themselves and are like no other
         --avoid FILE*  prompts of an evaluation, which none of those may be like
@@ -85,9 +78,8 @@ FLAGS = {
           token
         --targets WHERE=online  the target's features: computed in each step, or read
           from the cache, which the stage of that name writes
-        """,
-    "prompts and rollouts on a cluster": "cluster",
-    "drafter": """
+    [prompts and rollouts on a cluster] cluster
+    [drafter]
         --base FOLDER  a drafter of this family to go on from; its shape stands for the
           flags that would give one, and no calibration of it is kept
         --dialect DIALECT  published format of the export (default: midlayer of eagle3,
@@ -116,8 +108,7 @@ FLAGS = {
         --no-confidence  leave out the confidence head
         --no-copies  export no copies of the target's embedding and output projection,
           which deepspec has; spec_jax reads them from the target
-        """,
-    "training": """
+    [training]
         --steps N=1000  optimiser steps
         --batch N=16  sequences of an optimiser step
         --part N=2  of them, how many have their gradients at a time
@@ -135,36 +126,26 @@ FLAGS = {
         --no-tv  train by cross-entropy in the place of total variation
         --eval-every N=50  steps between measurements of the held-out texts
         --save-every N=25  steps between checkpoints
-        """,
-}
-TYPES: dict[str, Any] = {
+    """
+KINDS: dict[str, Any] = {
     "FOLDER": pathlib.Path,
     "FILE": str,
     "K,K,..": cli.names(int),
-    "SEED": int,
     "ID": int,
     "HEAD": ("none", *block_params.DSPARK_HEADS),
-    "IMPL": IMPLS,
     "WHERE": TARGETS,
     "DTYPE": ("bfloat16", "float32"),
     "DIALECT": sorted({*eagle3_files.DIALECTS, *block_dialects.DIALECTS}),
 }
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the flags; unknown ones end the script with status 1."""
-    parser = cli.Parser(__doc__)
-    parser.add_argument("--family", choices=families.FAMILIES, required=True)
-    parser.add_argument("--stage", choices=tuple(STAGES), required=True)
-    for title, text in FLAGS.items():
-        flags.add(parser, text, title=title, kinds=TYPES)
-    args = parser.parse_args(argv)
+def check(parser: cli.Parser, args: argparse.Namespace) -> None:
+    """Refuses a cluster for other stages than it is for, and notes what was given."""
     if args.ray is not None and args.stage not in ("prompts", "rollouts"):
         parser.error("--ray is of --stage prompts and rollouts: leave it out")
     names = families.deciding(args.family)
     args.given = set(flags.given(parser, args, names))
     args.dialect = args.dialect or families.FAMILIES[args.family].dialect
-    return args
 
 
 STAGES = {
@@ -174,6 +155,8 @@ STAGES = {
     "train": jobs.train,
     "export": export.export,
 }
+KINDS |= {"FAMILY": families.FAMILIES, "STAGE": STAGES}
+parse_args = flags.parser(__doc__, FLAGS, kinds=KINDS, check=check)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -14,19 +14,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from experiments.heads import families, own_prompts
+from experiments.heads import own_prompts
 from experiments.lib import fan_out, prompt_files, prompts as prompts_lib, terminal
-from spec_jax import algorithms
-from spec_jax.drafters import ngram
+from spec_jax import algorithms, loading
 from spec_jax.engine import requests as requests_lib
-from spec_jax.model import (
-    config as config_lib,
-    families as model_families,
-    fingerprint,
-    params as params_lib,
-    row_model,
-    tokenizer as tokenizer_lib,
-)
+from spec_jax.model import fingerprint, tokenizer as tokenizer_lib
 from spec_jax.ops import dispatch
 from spec_jax.rules import sampling
 
@@ -43,28 +35,25 @@ class Writer:
     """A target, and prompts that it continues.
 
     Attributes:
+      lm: its stop tokens end a text, and are kept; its drafter is asked for no drafts.
       prompts: token ids of each.
       seeds: one for each prompt, whose text is drawn at temperature 1; one below 0: it
         is greedy.
       length: tokens of a text at most, its prompt included.
-      impl: kernels, not "auto".
-      stop_ids: tokens that end a text; the stop token is kept.
     """
 
-    params: params_lib.Params
-    config: config_lib.ModelConfig
+    lm: loading.LanguageModel
     prompts: Sequence[Sequence[int]]
     seeds: Sequence[int]
     length: int
-    impl: str
-    stop_ids: tuple[int, ...] = ()
 
     @property
     def digest(self) -> str:
         """Twelve digits of the SHA-256 of all that decides the text of any prompt."""
-        isa = dispatch.instruction_set(self.impl)
-        told = f"{self.config} {self.length} {self.impl} {isa} {self.stop_ids}"
-        return _digest(fingerprint.of_params(self.params), told)
+        target, stop_ids = self.lm.target, self.lm.stop_ids
+        isa = dispatch.instruction_set(target.impl)
+        told = f"{target.config} {self.length} {target.impl} {isa} {stop_ids}"
+        return _digest(fingerprint.of_params(self.lm.params), told)
 
     def key(self, number: int) -> str:
         """Returns twelve digits of the SHA-256 of a prompt and its seed."""
@@ -84,14 +73,12 @@ class Writer:
             )
             for number in numbers
         ]
-        slots = min(SLOTS, len(requests))
-        model = row_model.RowModel(
-            config=self.config, impl=self.impl, slab=row_model.slab_for(self.impl, 8)
-        )
-        drafter = ngram.PromptLookup(gamma_max=1)  # Requests of gamma 0 ask for none.
-        sizes = {"capacity": self.length, "page_size": PAGE_SIZE, "num_slots": slots}
-        plain = algorithms.speculative(model, drafter).scheduler(
-            (self.params, None), stop_ids=self.stop_ids, **sizes
+        plain = algorithms.speculative(self.lm.target, self.lm.drafter).scheduler(
+            (self.lm.params, None),
+            num_slots=min(SLOTS, len(requests)),
+            capacity=self.length,
+            page_size=PAGE_SIZE,
+            stop_ids=self.lm.stop_ids,
         )
         for ended in plain.run(requests):
             yield numbers[ended.number], ended.tokens
@@ -105,13 +92,11 @@ def writer_of(args: argparse.Namespace) -> Writer:
     """Returns the writer of `--samples` rollouts a prompt, every second one drawn; or,
     for the stage of that name, of `--write` prompts, drawn after a bare user turn.
 
-    Args:
-      args: flags of `train_drafter.py`.
-
     Raises:
       ValueError: as `prompt_ids`, and as `own_prompts.bare_turn`.
     """
-    tokenizer = prompts_lib.with_options(args, tokenizer_lib.load(args.target))
+    lm = loading.load(args.target, drafter="ngram", gamma_max=1, impl=args.impl)
+    tokenizer = prompts_lib.with_options(args, lm.tokenizer)
     if args.stage == "prompts":
         ids = [own_prompts.bare_turn(tokenizer)] * args.write
         is_greedy, length = False, len(ids[0]) + own_prompts.LONGEST
@@ -119,17 +104,8 @@ def writer_of(args: argparse.Namespace) -> Writer:
         prompts = prompt_ids(args, tokenizer)
         ids = [prompt for prompt in prompts for _ in range(args.samples)]
         is_greedy, length = np.arange(len(ids)) % args.samples % 2 == 0, args.length
-    impl = dispatch.resolve(args.impl)
-    config, params = families.load_target(args, impl=impl)
-    return Writer(
-        params=params,
-        config=config,
-        prompts=ids,
-        seeds=np.where(is_greedy, -1, args.seed * SEEDS + np.arange(len(ids))),
-        length=length,
-        impl=model_families.runnable(config, impl, is_named=args.impl != "auto"),
-        stop_ids=tokenizer.stop_ids,
-    )
+    seeds = np.where(is_greedy, -1, args.seed * SEEDS + np.arange(len(ids)))
+    return Writer(lm=lm, prompts=ids, seeds=seeds, length=length)
 
 
 def write(args: argparse.Namespace, writer: Writer) -> list[list[int]]:
@@ -172,9 +148,6 @@ def prompt_ids(
     """Returns the tokens of prompts: the last `--prefix` of raw text, all of a chat.
 
     A chat is not cut, because no user sends one without its beginning.
-
-    Args:
-      args: flags of `train_drafter.py`.
 
     Raises:
       ValueError: chats that leave nothing to write.

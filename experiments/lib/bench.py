@@ -66,7 +66,6 @@ def run(
     """Makes each case and calls it once, then times all of them in turns.
 
     Args:
-      cases: makers of the timed calls, by name.
       repeats: turns after the warm-up, which the progress bar counts as one more.
     """
     thunks: dict[Hashable, Thunk] = {}

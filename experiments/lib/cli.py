@@ -41,9 +41,13 @@ def require(extra: str) -> None:
         )
 
 
+Parse = Callable[[Sequence[str] | None], argparse.Namespace]
+"""The `parse_args` of a script: unusable flags end the process with status 1."""
+
+
 def script(
     name: str,
-    parse: Callable[[Sequence[str] | None], argparse.Namespace],
+    parse: Parse,
     work: Callable[[argparse.Namespace], bool | None],
     *,
     kept: str = "finished rows are in {out}",
@@ -54,7 +58,7 @@ def script(
 
     Unusable input, an interrupt, a full disk and the like become one line on standard
     error, and so do logits of NaN, which allow no conclusion (status `FAILED`). Where
-    the file of `parse` is run, and not imported, the status ends the process.
+    the file of `work` is run, and not imported, the status ends the process.
 
     Args:
       name: the script's name, which begins that line.
@@ -86,7 +90,7 @@ def script(
         print(f"{name}: {line}", file=sys.stderr)
         return status
 
-    if parse.__module__ == "__main__":
+    if work.__module__ == "__main__":
         status = main()
         if status == INTERRUPTED:
             # Skips the interpreter's clean-up: that of jax crashes in a computation.
@@ -137,6 +141,17 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         message = " ".join(message.split())
         self.exit(UNUSABLE, f"{self.prog}: error: {message} (flags: --help)\n")
+
+
+def parser(doc: str, text: str, **kinds: Any) -> Parse:
+    """Returns the `parse_args` of a script with that docstring and flags; see `add`."""
+
+    def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+        made = Parser(doc)
+        add(made, text, **kinds)
+        return made.parse_args(argv)
+
+    return parse_args
 
 
 def flag_of(name: str) -> str:
@@ -216,18 +231,18 @@ def add(group: argparse._ActionsContainer, text: str, **kinds: Any) -> None:
 
     Args:
       text: `--name/--alias VALUE=default  help`, continued on indented lines; without
-        a VALUE the flag is a switch, with `VALUE*` it may be given several times, and
-        `VALUE+` takes several values, of which the default has commas between them. The
-        help ends with the default. A name without dashes is that of a positional
-        argument.
+        a VALUE the flag is a switch, `VALUE!` is required, with `VALUE*` it may be
+        given several times, and `VALUE+` takes several values, of which the default has
+        commas between them. The help ends with the default. A name without dashes is
+        that of a positional argument, of which `VALUE*` are any number.
       kinds: the type of each VALUE, or its choices, in addition to `KINDS`.
     """
-    for entry in re.split(r"\n(?=--)", textwrap.dedent(text).strip()):
+    for entry in re.split(r"\n(?=\S)", textwrap.dedent(text).strip()):
         name, value, default, words = _FLAG.fullmatch(entry).groups()
         words = " ".join(words.split())
         how: dict[str, Any] = {"action": "store_true"}
         if value is not None:
-            value, many = value.rstrip("*+"), value[-1]
+            value, many = value.rstrip("!*+"), value[-1]
             kind = (KINDS | kinds)[value]
             how = {"type": _typed(kind), "default": default}
             how |= {"metavar": value} if callable(kind) else {"choices": kind}
@@ -235,10 +250,12 @@ def add(group: argparse._ActionsContainer, text: str, **kinds: Any) -> None:
             if callable(kind) and default is not None:
                 several = many == "+" and [*map(kind, default.split(","))]
                 how["default"] = several or kind(default)
-            if many == "*":
+            if many == "!":
+                how["required"] = True
+            elif many == "*" and name.startswith("-"):
                 how |= {"action": "append", "default": []}
-            elif many == "+":
-                how["nargs"] = "+"
+            elif many in "*+":
+                how["nargs"] = many
         if default is not None:
             words += f" (default: {default})"
         group.add_argument(*name.split("/"), help=words, **how)

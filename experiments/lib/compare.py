@@ -5,6 +5,7 @@ Both sides get the same weights, prompts, limit and stop tokens. Our times are t
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,27 +59,43 @@ def bytes_of(lm: loading.LanguageModel, tokens: Sequence[int]) -> bytes:
     return b"".join(lm.tokenizer.bytes_of(int(token)) for token in tokens)
 
 
-def ours(
-    lm: loading.LanguageModel,
-    settings: runs.Settings,
-    prompt: list[int],
-    *,
-    gamma: int | None,
-) -> Generated:
-    """Generates on our side, by `lm`; raises as `runs.run_plain`."""
-    settings = dataclasses.replace(settings, lm=lm, gamma=gamma or settings.gamma)
-    is_plain = gamma is None
-    done = (runs.run_plain if is_plain else runs.run_speculative)(settings, prompt)
-    shown = [token for token in done.tokens if token not in settings.stop_ids]
-    return Generated(
-        count=len(done.tokens),
-        ids=done.tokens,
-        text=bytes_of(lm, shown),
-        prefill_s=done.prefill_s,
-        decode_s=done.decode_s,
-        counters=None if is_plain else done.counters,
-        nonfinite=done.nonfinite,
-    )
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sides:
+    """The same models on both sides, and the settings of both."""
+
+    lms: Mapping[str, loading.LanguageModel]  # ours, by the source of drafts
+    settings: runs.Settings
+    program: str  # the other one
+    # Generates by the other program, with its own clock or ours
+    theirs: Callable[[Run, list[int]], Generated]
+
+    def ways(self, gammas: Sequence[int]) -> list[Run]:
+        """Returns all runs, on both sides: plain, and by each source of drafts."""
+        drafted = itertools.product(self.lms, gammas)
+        return [
+            Run(side=side, method=method, gamma=gamma)
+            for method, gamma in [(PLAIN, None), *drafted]
+            for side in (OURS, self.program)
+        ]
+
+    def generate(self, run: Run, prompt: list[int]) -> Generated:
+        """Generates once from a prompt, in the way that `run` names."""
+        if run.side != OURS:
+            return self.theirs(run, prompt)
+        lm, is_plain = self.lms.get(run.method, self.settings.lm), run.gamma is None
+        change = {"lm": lm, "gamma": run.gamma or self.settings.gamma}
+        settings = dataclasses.replace(self.settings, **change)
+        done = (runs.run_plain if is_plain else runs.run_speculative)(settings, prompt)
+        shown = [token for token in done.tokens if token not in settings.stop_ids]
+        return Generated(
+            count=len(done.tokens),
+            ids=done.tokens,
+            text=bytes_of(lm, shown),
+            prefill_s=done.prefill_s,
+            decode_s=done.decode_s,
+            counters=None if is_plain else done.counters,
+            nonfinite=done.nonfinite,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,7 +144,7 @@ class PromptRuns:
 
 
 def run_prompts(
-    generate: Callable[[Run, list[int]], Generated],
+    sides: Sides,
     ways: Sequence[Run],
     subject: models.Subject,
     out: records.JsonLines,
@@ -142,7 +159,7 @@ def run_prompts(
             every: dict[Run, list[Generated]] = {run: [] for run in ways}
             for _ in range(1 + repeats):
                 for run, done in every.items():
-                    done.append(generate(run, prompt.ids))
+                    done.append(sides.generate(run, prompt.ids))
                 advance()
             made.append(PromptRuns(prompt=prompt, every=every, reference=reference))
             out.write(made[-1].row())

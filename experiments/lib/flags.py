@@ -3,8 +3,9 @@
 import argparse
 import json
 import pathlib
+import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from experiments.lib import cli, fan_out, policies, processing
@@ -13,7 +14,7 @@ from spec_jax.drafters import registry, tree_shapes
 from spec_jax.model import config as config_lib
 from spec_jax.native import build
 from spec_jax.parallel import shard
-from spec_jax.rules import rule, sampling
+from spec_jax.rules import rule, settings as settings_lib
 from spec_jax.typing import IMPLS
 
 
@@ -22,6 +23,9 @@ NO_TREE = "none"
 
 NOISE = ("top_k", "top_p", "min_p")
 """Flags that change nothing at temperature 0."""
+
+DRAWS = ("temperature", *NOISE, "seed")
+"""Flags that say how tokens are drawn."""
 
 FLAGS: Mapping[str, str] = {
     "target": """
@@ -134,12 +138,13 @@ FLAGS: Mapping[str, str] = {
             times that no other task disturbs
         """,
     "device": "--device DEVICE=auto  where to run; auto is where jax runs",
-    "out": """
-        --out FILE  JSON lines: {out}
-        --allow-dirty  write to experiments/results from changed code too; rows say so
-        """,
 }
-"""Texts of `cli.add`, by name; words in braces are keywords of `add`."""
+"""Texts of `cli.add`, by name; words in braces are defaults, see `parser`."""
+
+OUT = """
+    --out FILE  JSON lines: {rows}
+    --allow-dirty  write to experiments/results from changed code too; rows say so
+    """
 
 SETS = {
     "models": "target draft dtype weights draft-weights impl isa",
@@ -147,6 +152,8 @@ SETS = {
     "policy": "gamma-policy schedule",
 }
 """Flags that belong together, by the name of the set."""
+
+_GROUP = re.compile(r"(?:\[(.+?)\])?((?:(?!--).)*)(.*)", re.DOTALL)
 
 DEFAULTS = {
     "variable": build.ISA_VARIABLE,
@@ -159,49 +166,62 @@ DEFAULTS = {
 }
 
 
-def add(
-    parser: argparse.ArgumentParser,
+def parser(
+    doc: str,
     text: str,
     *,
-    title: str | None = None,
     kinds: Mapping[str, Any] | None = None,
-    **words: Any,
-) -> None:
-    """Adds flags of `FLAGS` and `SETS`, and others, as a group of the help.
-
-    `parsed` checks "models" and "noise", `check_tree` checks trees.
+    defaults: Mapping[str, Any] | None = None,
+    check: Callable[[cli.Parser, argparse.Namespace], None] | None = None,
+) -> cli.Parse:
+    """Returns the `parse_args` of a script, which also does `check_models`, where there
+    are a target and a draft, and `check_sampling`, where there is noise.
 
     Args:
-      text: keys of either, separated by blanks; then flags as in `cli.add`.
-      title: of the group; None: none is begun.
+      doc: the script's docstring, which --help prints.
+      text: groups of flags: `[title] key key`, then flags as in `cli.add`, indented; or
+        one without a title. Keys are of `FLAGS` and `SETS`, or `key=default` where the
+        default is in braces there. Behind `[out]` stand the rows that `--out` gets.
       kinds: as in `cli.add`, in addition to `KINDS`.
-      words: values of the words in braces, in addition to `DEFAULTS`.
+      defaults: in place of those in the texts, by the name of the attribute.
+      check: called last: exits with a usage error, raises `ValueError`, or fills flags.
     """
-    group = parser if title is None else parser.add_argument_group(title)
-    names, dashes, others = textwrap.dedent(text).partition("--")
-    for name in names.split():
-        for one in SETS.get(name, name).split():
-            cli.add(group, FLAGS[one].format_map(DEFAULTS | words), **KINDS)
-    if others:
-        cli.add(group, dashes + others, **KINDS | (kinds or {}))
+    groups = re.split(r"\n(?=\[)", textwrap.dedent(text).strip())
 
+    def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+        made = cli.Parser(doc)
+        for title, keys, others in (_GROUP.fullmatch(one).groups() for one in groups):
+            if title == "out":
+                cli.add(made, OUT.format(rows=keys.strip()), **KINDS)
+                continue
+            group = made.add_argument_group(title) if title else made
+            for key, _, word in (key.partition("=") for key in keys.split()):
+                words = DEFAULTS | ({key.replace("-", "_"): word} if word else {})
+                for name in SETS.get(key, key).split():
+                    cli.add(group, FLAGS[name].format_map(words), **KINDS)
+            if others:
+                lines = others.replace("\n    ", "\n") if title else others
+                cli.add(group, lines, **KINDS | (kinds or {}))
+        made.set_defaults(**defaults or {})
+        args = made.parse_args(argv)
+        if {"target", "draft"} <= vars(args).keys():
+            check_models(made, args)
+        if getattr(args, "isa", None) is not None:
+            build.choose(args.isa)
+        if hasattr(args, "top_k"):
+            check_sampling(made, args)
+        if check is not None:
+            check(made, args)
+        return args
 
-def parsed(
-    parser: argparse.ArgumentParser, argv: Sequence[str] | None
-) -> argparse.Namespace:
-    """Returns flags, checked by `check_models` and, with noise, `check_sampling`."""
-    args = parser.parse_args(argv)
-    check_models(parser, args)
-    if hasattr(args, "top_k"):
-        check_sampling(parser, args)
-    return args
+    return parse_args
 
 
 def check_models(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Refuses a drafter that lacks its draft, and a draft that lacks its target.
 
-    A default list of drafters loses the drafters that lack a draft. The instruction
-    set is chosen, and CPU devices are made, where flags ask for it.
+    A default list of drafters loses the drafters that lack a draft. CPU devices are
+    made where flags ask for them.
     """
     chosen = getattr(args, "drafter", ())
     if chosen == "auto":
@@ -222,18 +242,11 @@ def check_models(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
                 f"{lacking[0]} of --target {args.target} needs a draft: name the "
                 "folder of one with --draft, or another drafter"
             )
-    choose_isa(args)
     devices = getattr(args, "devices", None)
     if devices is not None:
         shard.make_cpu_devices(devices)
     elif hasattr(args, "segments") and args.segments != parser.get_default("segments"):
         parser.error("--segments is of --devices: give both, or neither")
-
-
-def choose_isa(args: argparse.Namespace) -> None:
-    """Chooses the instruction set of `--isa`; raises as `build.choose`."""
-    if args.isa is not None:
-        build.choose(args.isa)
 
 
 def drafter(text: str) -> str:
@@ -305,9 +318,14 @@ def check_sampling(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
         )
 
 
+def drawn(args: argparse.Namespace, **changes: Any) -> settings_lib.Sampling:
+    """Returns how flags let tokens be drawn, with other values for some of them."""
+    return settings_lib.Sampling(**{n: getattr(args, n) for n in DRAWS} | changes)
+
+
 def sampling_settings(
     args: argparse.Namespace, temperature: float | None = None
-) -> sampling.SamplingSettings | None:
+) -> settings_lib.SamplingSettings | None:
     """Returns the settings by which flags let tokens be drawn; None is greedy.
 
     Filters of a greedy run are checked, and left out: `check_sampling` has refused
@@ -316,12 +334,9 @@ def sampling_settings(
     Args:
       temperature: replaces that of the flag.
     """
-    values = {name: getattr(args, name) for name in (*NOISE, "seed")}
-    values["temperature"] = args.temperature if temperature is None else temperature
-    if not values["temperature"]:
-        sampling_settings(args, 1.0)
-        return None
-    return sampling.make_settings(**values)
+    temperature = args.temperature if temperature is None else temperature
+    made = drawn(args, temperature=temperature or 1.0).settings()
+    return made if temperature else None
 
 
 KINDS: Mapping[str, Any] = {

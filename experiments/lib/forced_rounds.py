@@ -74,8 +74,8 @@ class Runs:
             text, right = jnp.asarray(trace)[None], jnp.asarray(kept)[None]
             return forced_drafter.ForcedMemory(inner=inner, trace=text, kept=right)
 
-        inner, size = self.lm.drafter, self.lm.target.config.vocab_size
-        drafter = forced_drafter.ForcedDrafter(inner=inner, vocab_size=size)
+        size = self.lm.target.config.vocab_size
+        drafter = forced_drafter.lift(self.lm.drafter, 1, vocabulary=size)
         how = {"limit": self.limit, "max_rounds": self.limit, "drafter": drafter}
         how |= {"memory_at": memory_at, "program": "forced: rounds"}
         return self.stage.rounds(self.start, gamma, **how)

@@ -155,16 +155,17 @@ def generate(
     model: pathlib.Path,
     prompt: bytes,
     *,
+    num_prompt: int,
     max_tokens: int,
     capacity: int,
     gamma: int | None = None,
     drafter: str | None = None,
     draft: pathlib.Path | None = None,
-) -> tuple[compare.Generated, int]:
-    """Decodes greedily after a prompt that is taken literally; returns the generation,
-    and how many tokens the prompt was encoded to.
+) -> compare.Generated:
+    """Decodes greedily after a prompt that is taken literally.
 
     Args:
+      num_prompt: tokens of the prompt; a `ValueError` says that it reads others.
       capacity: positions of the cache.
       gamma: drafts of a round at most, never fewer by confidence; None: one token a
         step.
@@ -191,32 +192,32 @@ def generate(
         file.write(prompt)
         file.flush()
         flags += ["-bf", file.name, "--no-escape", *_GREEDY]
-        for _ in range(_TRIES - 1):  # Again where output is cut short.
-            with contextlib.suppress(Unreadable):
-                return read(_run(folder / program, *flags), prompt)
-        return read(_run(folder / program, *flags), prompt)
+        for _ in range(_TRIES):
+            done = _run(folder / program, *flags)
+            with contextlib.suppress(Unreadable):  # Again where output is cut short.
+                return read(done, prompt, num_prompt)
+    raise _unreadable(done)
 
 
 Done = subprocess.CompletedProcess
 
 
-def _read_plain(done: Done, prompt: bytes) -> tuple[compare.Generated, int]:
-    found, text = _numbers(done, _OF_PLAIN), done.stdout
+def _read_plain(done: Done, prompt: bytes, num_prompt: int) -> compare.Generated:
+    found, text = _numbers(done, _OF_PLAIN, num_prompt), done.stdout
     if not text.endswith(b"\n\n"):
         raise _unreadable(done)
     steps = int(found["steps"])
-    generated = compare.Generated(
+    return compare.Generated(
         text=text.removesuffix(b"\n\n").removesuffix(_END),
         count=steps + 1,  # The first comes from the prompt's logits.
         prefill_s=found["prefill_ms"] / 1e3,
         decode_s=(found["decode_ms"] + found["sampling_ms"]) / 1e3,
         steps=steps,
     )
-    return generated, int(found["prompt_tokens"])
 
 
-def _read_speculative(done: Done, prompt: bytes) -> tuple[compare.Generated, int]:
-    found = _numbers(done, _OF_SPECULATIVE)
+def _read_speculative(done: Done, prompt: bytes, num_prompt: int) -> compare.Generated:
+    found = _numbers(done, _OF_SPECULATIVE, num_prompt)
     beginning, end = b"\n\n" + prompt, b"\n\n\n\n"
     is_whole = done.stdout.startswith(beginning) and done.stdout.endswith(end)
     speeds = found["prefill_speed"], found["decode_speed"]
@@ -230,14 +231,13 @@ def _read_speculative(done: Done, prompt: bytes) -> tuple[compare.Generated, int
         proposed=int(found["proposed"]),
         accepted=accepted,
     )
-    generated = compare.Generated(
+    return compare.Generated(
         text=done.stdout[len(beginning) : -len(end)],
         count=count,
         prefill_s=found["prompt_tokens"] / found["prefill_speed"],
         decode_s=count / found["decode_speed"],
         counters=counters,
     )
-    return generated, int(found["prompt_tokens"])
 
 
 def _run(program: str | pathlib.Path, *flags: object) -> Done:
@@ -251,14 +251,19 @@ def _run(program: str | pathlib.Path, *flags: object) -> Done:
     return done
 
 
-def _numbers(done: Done, patterns: dict[str, str]) -> dict[str, float]:
+def _numbers(done: Done, patterns: dict[str, str], num_prompt: int) -> dict[str, float]:
     """Returns the last number that each pattern finds in what was logged."""
     text = done.stderr.decode(errors="replace")
-    found = {key: re.findall(pattern, text) for key, pattern in patterns.items()}
     try:
-        return {key: float(numbers[-1]) for key, numbers in found.items()}
+        found = {key: float(re.findall(x, text)[-1]) for key, x in patterns.items()}
     except (IndexError, ValueError):
         raise _unreadable(done) from None
+    if found["prompt_tokens"] != num_prompt:
+        raise ValueError(
+            f"llama.cpp reads a prompt of {num_prompt} tokens as "
+            f"{found['prompt_tokens']:.0f}: its tokenizer is another"
+        )
+    return found
 
 
 def _unreadable(done: Done) -> Unreadable:

@@ -19,7 +19,7 @@ five.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -29,8 +29,14 @@ from jaxtyping import Array, Int
 
 from spec_jax import compilation, testing
 from spec_jax.engine import checks
-from spec_jax.model import decoder, families, params as params_lib, row_model, sequence
-from spec_jax.ops import paged_attention, rms_norm, rope, swiglu, weights
+from spec_jax.model import (
+    decoder,
+    observe as observe_lib,
+    params as params_lib,
+    row_model,
+    sequence,
+)
+from spec_jax.ops import paged_attention, swiglu, weights
 from spec_jax.paging import allocator, cache
 
 
@@ -95,43 +101,36 @@ class Record:
     moved: int
 
 
-def logits_of(
-    path: Path,
-    params: params_lib.Params,
-    kv: cache.PagedKV,
-    window: tuple[int, ...],
-    start: int,
-) -> tuple[cache.PagedKV, np.ndarray]:
-    """Runs a window unrecorded; returns the cache after it, and logits `[rows, V]`.
-
-    Args:
-      params: as `Path.weights` returns them.
-      kv: cache of a text, of which the positions `[0, start)` are kept.
-
-    Raises:
-      ValueError: a window that does not fit the slab.
-    """
-    return _run(path, params, kv, window, start, None)[:2]
-
-
-def record(
-    path: Path,
-    params: params_lib.Params,
-    kv: cache.PagedKV,
-    window: tuple[int, ...],
-    start: int,
-) -> Record:
-    """Runs a window as `logits_of`, and again with every value recorded."""
-    real_kv, logits = logits_of(path, params, kv, window, start)
-    seen_kv, _, values = _run(path, params, kv, window, start, _keep)
+def record(path: Path, params: params_lib.Params, *where: Any) -> Record:
+    """Runs a window, and again with every value recorded; takes and raises as `run`."""
+    real_kv, logits, _ = run(path, params, *where)
+    seen_kv, _, values = run(path, params, *where, change=_keep)
     pools = zip((*real_kv.k, *real_kv.v), (*seen_kv.k, *seen_kv.v), strict=True)
     moved = _count(values[None, "logits"], logits)
     moved += sum(_count(np.asarray(one), np.asarray(other)) for one, other in pools)
     return Record(values=values, moved=moved)
 
 
-def _run(path, params, kv, window, start, change):
-    """Returns the cache, logits and values; without `change` no value is recorded."""
+def run(
+    path: Path,
+    params: params_lib.Params,
+    kv: cache.PagedKV,
+    window: tuple[int, ...],
+    start: int,
+    *,
+    change: observe_lib.Observe | None = None,
+) -> tuple[cache.PagedKV, np.ndarray, dict[Key, np.ndarray]]:
+    """Runs a window; returns the cache after it, logits `[rows, V]`, and all values.
+
+    Args:
+      params: as `Path.weights` returns them.
+      kv: cache of a text, of which the positions `[0, start)` are kept.
+      change: sees every value, and returns what takes its place; None: no value is
+        recorded.
+
+    Raises:
+      ValueError: a window that does not fit the slab.
+    """
     if len(window) > path.model.slab:
         raise ValueError(
             f"a window of {len(window)} rows does not fit a slab of {path.model.slab}"
@@ -154,7 +153,7 @@ def _call(
     kv: cache.PagedKV,
     tokens: Int[Array, " R"],
     start: Int[Array, ""],
-    change: Callable[[int | None, str, jax.Array], jax.Array] | None,
+    change: observe_lib.Observe | None,
 ):
     """Runs rows after `[0, start)`; values are `[R, width]`, then rows of padding."""
     (R,), slot = tokens.shape, row_model.SLOT
@@ -190,7 +189,7 @@ def _call(
 def _run_superseded(path, params, kv, tokens, start, observe):
     """Runs rows by the library, writes their K/V, and calls `observe` as rows do."""
     config = path.model.config
-    norm = functools.partial(rms_norm.rms_norm, eps=config.rms_norm_eps)
+    norm = functools.partial(sequence.norm, eps=config.rms_norm_eps)
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     (R,) = tokens.shape
     positions = start + jnp.arange(R, dtype=jnp.int32)
@@ -199,18 +198,14 @@ def _run_superseded(path, params, kv, tokens, start, observe):
         "positions": positions,
         "num_active": jnp.int32(R),
     }
-    frequencies, scale = families.of(config).rope_table(config)
-    angles = rope.angles(
-        positions, jnp.asarray(frequencies), scale=scale, dtype=params.embed.dtype
-    )
     x = observe(None, "embed", weights.take_rows(params.embed, tokens))
     for number, layer in enumerate(params.layers):
         see = functools.partial(observe, number)
         heads = sequence.matmul(norm(x, layer.input_norm), layer.qkv)
         heads = jnp.split(heads.reshape(R, N + 2 * K, H), (N, N + K), axis=1)
         q, k, v = (see(n, part) for n, part in zip("qkv", heads, strict=True))
-        q = rope.rotate(norm(q, layer.q_norm), *angles)
-        k = see("k_cache", rope.rotate(norm(k, layer.k_norm), *angles))
+        q = sequence.turned(q, layer.q_norm, config, positions)
+        k = see("k_cache", sequence.turned(k, layer.k_norm, config, positions))
         kv = cache.write(kv, number, k=k, v=see("v_cache", v), **where)
         if path.name == FLASH:
             attended = _attend_at_once(q, kv, number, positions)

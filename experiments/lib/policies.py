@@ -53,8 +53,7 @@ def make(
     if name == "fixed":
         return None, None
     # A lookup that finds nothing costs nothing, and is no evidence.
-    real = getattr(drafter, "inner", drafter)  # Unwraps a forced one.
-    is_free = not isinstance(real, draft_model.DraftModel | hybrid.Hybrid)
+    is_free = not isinstance(drafter, draft_model.DraftModel | hybrid.Hybrid)
     if name == "threshold":
         levels = [level for level in (0, 1, 2, 4, 8, 16) if level < gamma]
         probing = policy.Probing(empty_is_free=is_free)

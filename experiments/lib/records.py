@@ -5,12 +5,13 @@ This module handles JSON, files and this machine, but not the meaning of numbers
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import pathlib
 import platform
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -28,13 +29,14 @@ RESULTS = pathlib.Path(__file__).parents[1] / "results"
 
 def script(
     name: str,
-    parse: Callable[[Sequence[str] | None], argparse.Namespace],
+    parse: cli.Parse,
     work: Callable[[argparse.Namespace, "JsonLines"], bool | None],
     **options: Any,
 ) -> Callable[..., int]:
     """Returns the `main` of a script that writes rows: that of `cli.script`, with a
     `work` that also gets the file of `--out`."""
 
+    @functools.wraps(work)
     def run(args: argparse.Namespace) -> bool | None:
         with JsonLines(args.out, allow_dirty=args.allow_dirty) as out:
             return work(args, out)

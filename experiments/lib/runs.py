@@ -52,6 +52,7 @@ class Settings:
     rule: verification.Rule = "coupled"
     num_slots: int = 1
     processor: processors.Processor | None = None  # of logits
+    is_adversarial: bool = False  # whether no draft is right, see `forced_drafter`
 
     @property
     def is_exact(self) -> bool:
@@ -135,10 +136,11 @@ def begin_plain(
 
 def make_scheduler(settings: Settings) -> scheduler_lib.Scheduler:
     """Returns the scheduler of `settings.num_slots` slots."""
-    lm = settings.lm
-    algo = algorithms.speculative(
-        lm.target, lm.drafter, rule=settings.rule, policy=settings.gamma_policy
-    )
+    lm, drafter, policy = settings.lm, settings.lm.drafter, settings.gamma_policy
+    if settings.is_adversarial:
+        how = {"vocabulary": lm.target.config.vocab_size, "gamma_policy": policy}
+        drafter = forced_drafter.lift(drafter, settings.num_slots, **how)
+    algo = algorithms.speculative(lm.target, drafter, rule=settings.rule, policy=policy)
     return algo.scheduler(
         (lm.params, lm.drafter_params),
         num_slots=settings.num_slots,
@@ -164,9 +166,8 @@ def make_request(
         writes after it; None: it is decoded here.
       rate: the share of an oracle's drafts that are right.
     """
-    known, drafter = None, settings.lm.drafter
-    is_forced = isinstance(drafter, forced_drafter.ForcedDrafter)
-    if is_forced or isinstance(drafter, oracle.Oracle):
+    known, is_forced = None, settings.is_adversarial
+    if is_forced or isinstance(settings.lm.drafter, oracle.Oracle):
         if text is None:
             text = [*prompt, *run_plain(settings, prompt).tokens]
         known = oracle.make_trace(text, rate=rate)

@@ -141,10 +141,7 @@ def step_bytes(
 
 
 def check_device(device: str) -> str:
-    """Returns the platform that jax runs on, if it is the one that is asked for.
-
-    Args:
-      device: "auto", "cpu" or "gpu".
+    """Returns the platform that jax runs on, if it is the one that `--device` names.
 
     Raises:
       ValueError: another platform; the message says how to get the one asked for.

@@ -144,10 +144,7 @@ def print_rows(
 ) -> None:
     """Prints one line a row, without cuts; texts to the left, others to the right.
 
-    On a narrow console lines wrap.
-
-    Args:
-      columns: columns by their headings.
+    On a narrow console lines wrap. Columns are by their headings.
     """
     console = terminal.console()
     # As narrow as possible: a terminal may have eighty columns.

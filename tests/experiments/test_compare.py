@@ -124,7 +124,7 @@ def test_rows_of_llama_cpp(folders, tmp_path, monkeypatch):
     def generated(folder, model, prompt: bytes, *, gamma, **_):
         decode_s, counters = (0.006, kept) if gamma else (0.007, None)
         told = {"prefill_s": 0.004, "decode_s": decode_s, "counters": counters}
-        return compare.Generated(text=b"??", count=8, **told), len(prompt)
+        return compare.Generated(text=b"??", count=8, **told)
 
     monkeypatch.setattr(llama_cpp, "generate", generated)
     prompts, model = tmp_path / "prompts.txt", tmp_path / "model.gguf"

@@ -162,9 +162,8 @@ def multiplied(factor: int):
 
 def test_tasks():
     """Checks tasks in this process; a worker with another version of jax is refused."""
-    parser = argparse.ArgumentParser()
-    flags.add(parser, "cluster")
-    done = fan_out.each(parser.parse_args([]), [3], multiplied(2), multiplied, 2)
+    args = flags.parser("A script.", "cluster")([])
+    done = fan_out.each(args, [3], multiplied(2), multiplied, 2)
     assert {task: [*made] for task, made in done} == {3: [6]}
     assert fan_out.call(fan_out.Job(make=multiplied, values=(2,)), 3) == [6]
     other = fan_out.Job(make=multiplied, values=(2,), place={"jax_version": "0.0"})

@@ -14,7 +14,6 @@ from experiments.lib import (
     bench,
     forced_rounds,
     noise,
-    programs,
     steps,
     subjects,
     works,
@@ -220,4 +219,4 @@ def test_own_times_of_kernels():
         ([(4, 11), (0, 10)], [5, 10]),  # not in order
         ([(0, 10), (2, 3), (4, 8)], [10, 0, 2]),  # The second ends first.
     ):
-        assert programs.own_times(events) == own
+        assert latency.own_times(events) == own

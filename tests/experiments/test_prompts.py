@@ -7,7 +7,7 @@ import pytest
 from script_runs import rows_from
 
 from experiments import exactness, spec_round
-from experiments.lib import cli, flags, prompt_files, prompts, runs, suite_plan
+from experiments.lib import flags, prompt_files, prompts, runs, suite_plan
 from spec_jax import loading
 
 
@@ -101,14 +101,13 @@ def test_prompts_of_stated_lengths(pair):
 
 def test_options_of_the_chat_template(pair):
     """Fails if a flag's options do not reach the prompts, or are ignored silently."""
-    parser = cli.Parser("A script.")
-    flags.add(parser, "raw")
+    parse_args = flags.parser("A script.", "raw")
     for text, options in {
         "enable_thinking=true": {"enable_thinking": True},
         'a=1,b="x"': {"a": 1, "b": "x"},
         '{"tools": [1, 2]}': {"tools": [1, 2]},
     }.items():
-        args = parser.parse_args(["--chat-option", text])
+        args = parse_args(["--chat-option", text])
         assert args.chat_option == options
         template = "".join(f"{{{{ {name} }}}};" for name in options)
         words = dataclasses.replace(pair.tokenizer, chat_template=template)
@@ -121,7 +120,7 @@ def test_options_of_the_chat_template(pair):
     args.raw = True
     with pytest.raises(ValueError, match="is of the chat template, and --raw leaves"):
         prompts.with_options(args, words)
-    assert prompts.with_options(parser.parse_args([]), words) is words
+    assert prompts.with_options(parse_args([]), words) is words
 
 
 def test_options_are_told_where_bits_are_published(folders, tmp_path):

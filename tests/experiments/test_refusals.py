@@ -16,16 +16,14 @@ SIZES = {
     "sweep": "--gen-tokens 6 --gamma 1,2 --drafter ngram --out sweep.jsonl",
     "throughput": "--gen-tokens 6 --gamma 2 --prompts 2",
     "compare_hf": "--gen-tokens 6 --prompts 4",
-    "parity": "",
-    "plot": "",
-    "reproduce": "",
+    "replay": f"{ROOT}/experiments/results/texts.jsonl --gamma 4",
     "latency": "--contexts 8 --steps 1 --gamma 2",
     "profile_steps": "--prompts 2 --gen-tokens 6 --gamma 2",
     "train_drafter": "--family eagle3 --taps 0,1 --length 16 --prefix 9 --steps 4 "
     "--save-every 2 --draft-vocab 40 --ttt-steps 2 --stage",
 }
 ROWS = ROOT / "experiments" / "results" / "spec_round_native_gamma4.jsonl"
-ALONE = ("plot", "reproduce", "kernels", "gpu_report", "compare_llama_cpp")
+ALONE = ("plot", "replay", "reproduce", "kernels", "gpu_report", "compare_llama_cpp")
 TARGET_ALONE = ("parity", "train_drafter", "compare_heads")
 """Scripts that take no target and draft here, and no draft."""
 CASES = (
@@ -55,6 +53,10 @@ CASES = (
     ("compare_hf", "--per-length 9", "9 prompts"),
     ("parity", "--gen-tokens 4", "--gen-tokens 4 holds no window of --gamma 4"),
     ("plot", "nowhere.jsonl --out x", "nowhere.jsonl: cannot be read"),
+    ("replay", "--drafter dspark", "dspark reads its target"),
+    ("replay", "--gamma-policy budget", "give --round-costs"),
+    ("replay", "--drafter ngram --round-costs 1,2", "0 .. 1 drafts"),
+    ("replay", "--round-costs 1,x", "--round-costs: could not convert string"),
     ("reproduce", "--list --only nothing", "no step is named so: --only nothing"),
     ("spec_round", "--schedule nothing.jsonl", "profile_steps.py writes one"),
     ("spec_round", "--schedule nothing.jsonl --tree 2x2:4", "of chains"),

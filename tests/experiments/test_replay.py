@@ -119,14 +119,3 @@ def test_files_that_are_no_texts(write, tmp_path, capsys):
         path = write_rows(tmp_path / "changed.jsonl", change(rows_of(write("sampled"))))
         given = [str(path), "--drafter", "draft-model", "--gamma", "4"]
         assert_fails_with(replay.main, capsys, given, words)
-
-
-def test_what_is_refused(write, capsys):
-    for flags, words in (
-        (("--drafter", "dspark"), "dspark reads its target"),
-        (("--gamma-policy", "budget"), "give --round-costs"),
-        (("--drafter", "ngram", "--round-costs", "1,2"), "0 .. 1 drafts"),
-        (("--round-costs", "1,x"), "--round-costs: could not convert string"),
-    ):
-        given = [str(write("sampled")), "--gamma", "4", *flags]
-        assert_fails_with(replay.main, capsys, given, words)

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import re
+import types
 
 import decoding
 import jax
@@ -14,7 +15,9 @@ from script_runs import rows_of, write_rows
 
 from experiments.heads import own_prompts, rollouts
 from experiments.lib import terminal
-from spec_jax.model import params as params_lib, tokenizer as tokenizer_lib
+from spec_jax import loading
+from spec_jax.drafters import ngram
+from spec_jax.model import params as params_lib, row_model, tokenizer as tokenizer_lib
 
 
 LENGTH, PREFIX, COUNT = 12, 5, 6
@@ -30,18 +33,24 @@ def one_slot(monkeypatch):
     monkeypatch.setattr(rollouts, "SLOTS", 1)
 
 
-def writer(**changes) -> rollouts.Writer:
+def writer(*, key=0, config=CONFIG, impl=None, stop_ids=(), **changes):
     """Returns a writer of six texts, of which every second one is drawn."""
-    random = np.random.default_rng(0)
+    random, impl = np.random.default_rng(0), impl or decoding.quickest().impl
+    lm = loading.LanguageModel(
+        target=row_model.RowModel(
+            config=config, impl=impl, slab=row_model.slab_for(impl, 8)
+        ),
+        params=params_lib.init(jax.random.key(key), CONFIG, stddev=0.3),
+        drafter=ngram.PromptLookup(gamma_max=1),
+        drafter_params=None,
+        tokenizer=types.SimpleNamespace(stop_ids=stop_ids),
+    )
     settings = {
-        "params": params_lib.init(jax.random.key(0), CONFIG, stddev=0.3),
-        "config": CONFIG,
         "prompts": random.integers(0, CONFIG.vocab_size, (COUNT, PREFIX)).tolist(),
         "seeds": [-1, 3] * (COUNT // 2),
         "length": LENGTH,
-        "impl": decoding.quickest().impl,
     }
-    return rollouts.Writer(**settings | changes)
+    return rollouts.Writer(lm=lm, **settings | changes)
 
 
 def written(one: rollouts.Writer, folder) -> list[list[int]]:
@@ -103,7 +112,7 @@ def test_a_file_is_named_after_all_that_decides_its_texts():
     """Fails if other settings reuse a run's texts, or prompts or seeds share a key."""
     one = writer()
     others = {
-        "params": params_lib.init(jax.random.key(1), CONFIG),
+        "key": 1,
         "config": dataclasses.replace(CONFIG, rms_norm_eps=1e-4),
         "length": LENGTH + 1,
         "impl": "interpret",
