@@ -316,8 +316,8 @@ BLOCKS = (
 _TREE_ROUNDS = _TREES + "test_tokens_and_kv_are_those_of_decoding[native-paged-1-deep]"
 
 TREES = (
-    Fault("a child of another node is kept", "rules.tree_acceptance:walk",
-          takes(parents=lambda x: jnp.maximum(x - 1, 0)), _TREE_ROUNDS),
+    Mutant("a child of another node is kept", "rules.tree_acceptance:walk",
+           "is_real & (parents == at) & goes_on", "is_real & goes_on", _TREE_ROUNDS),
     Fault("a path goes on past the limit", "rules.tree_acceptance:walk",
           takes(wanted=_much), _TREES + "test_max_tokens_is_met_exactly[1]"),
     Fault("the K/V of a path are moved one position early", "ops.page_move:page_move",
