@@ -21,7 +21,7 @@ _of_last = lambda x: jnp.roll(x, 1, axis=1)
 
 
 def _keeps(more):
-    """Returns a fault of a truncation: more rows are kept, of those that there are."""
+    """Returns a fault of a truncation: it keeps more rows, where there are more."""
     return lambda sound: (
         lambda self, kv, new_len, **asked: sound(
             self, kv, jnp.clip(new_len + more, 0, kv.length), **asked
