@@ -111,13 +111,10 @@ def takes(**changes: Callable) -> Callable[[Callable], Callable]:
     """Returns a fault of arguments: the change of each, by the argument's name."""
 
     def wrong(sound):
-        signature = inspect.signature(sound)
-        if absent := changes.keys() - signature.parameters.keys():
-            raise OutOfDateError(f"{sound.__qualname__} does not take {absent}")
+        bind = _binds(sound, *changes)
 
         def call(*args, **kwargs):
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
+            given = bind(*args, **kwargs)
             for name, change in changes.items():
                 given.arguments[name] = change(given.arguments[name])
             return sound(*given.args, **given.kwargs)
@@ -127,11 +124,40 @@ def takes(**changes: Callable) -> Callable[[Callable], Callable]:
     return wrong
 
 
+def _binds(sound: Callable, *names: str) -> Callable[..., inspect.BoundArguments]:
+    """Returns what binds a call's arguments, which have those of these names."""
+    signature = inspect.signature(sound)
+    if absent := {*names} - signature.parameters.keys():
+        raise OutOfDateError(f"{sound.__qualname__} does not take {absent}")
+
+    def bind(*args, **kwargs):
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()
+        return given
+
+    return bind
+
+
 def fields(**changes: Callable) -> Callable:
     """Returns a change of a node: the change of each field, by the field's name."""
     return lambda node: node.replace(
         **{name: change(getattr(node, name)) for name, change in changes.items()}
     )
+
+
+def item(number: int, change: Callable) -> Callable:
+    """Returns a change of a tuple: the change of one item."""
+    return lambda all_: (*all_[:number], change(all_[number]), *all_[number + 1 :])
+
+
+def returns(name: str) -> Callable[[Callable], Callable]:
+    """Returns a fault of the result: an argument, as it was given."""
+
+    def wrong(sound):
+        bind = _binds(sound, name)
+        return lambda *args, **kwargs: bind(*args, **kwargs).arguments[name]
+
+    return wrong
 
 
 @dataclasses.dataclass(frozen=True)
