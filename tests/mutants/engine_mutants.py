@@ -280,7 +280,7 @@ BLOCKS = (
           _ONE_BY_ONE + "[all]"),
     Fault("a recurrent head reads the hidden states of another block",
           "native.block_steps:slot_chains",
-          takes(mix=lambda mix: mix and mix._replace(hidden=mix.hidden[::-1])),
+          takes(hidden=lambda x: None if x is None else x[::-1]),
           _ONE_BY_ONE + "[passed, filtered]"),
     Fault("a token is drawn from other probabilities than are stated",
           "drafters.draw:Draw.put", takes(logits=lambda x: 0.9 * x), _HEADS
