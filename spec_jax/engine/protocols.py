@@ -7,11 +7,11 @@ sequence, and `drafters.each.lift` makes a `SlotDrafter` of it.
 
 import dataclasses
 import inspect
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from spec_jax import pytree
 from spec_jax.rules import rule as rule_lib, sampling
@@ -339,24 +339,70 @@ def passed_on(name: str, *, of: str) -> Any:
     )
 
 
-SlotDrafter = Any
-"""A drafter of all slots: a static argument, hashable, with all that a `Drafter` has.
+class SlotDrafter(Protocol):
+    """A drafter of all slots, by functions of a memory that is carried.
 
-`num_slots` is their number. Arrays and the proposal's fields have a leading axis of
-slots. One that is asked for nothing, gamma 0, costs nothing where that is possible.
-`drafters.slots.OfSlots` has the properties of the drafter that it is made of.
+    Hashable: it is a static argument. It has what `Drafter` says of vocabulary, depth
+    and features; `drafters.slots.OfSlots` takes that of the drafter that it is made of.
+    Arrays and the proposal's fields have a leading axis of slots. A slot that is asked
+    for nothing, gamma 0, costs nothing where that is possible.
+    """
 
-- `init` has a keyword `num_pages`: of all slots together, for a memory with pages;
-  None: enough for all.
-- `prefill` has a keyword `slot`, which is empty or was released; with taps, also
-  `features [T, taps, D]`, of the prompt without its last token, which was not run yet.
-  The rest is padding.
-- `propose` has a keyword `sampling`: settings of the target's draws. A drafter that
-  draws with the same settings and the same noise is kept more often.
-- `commit` has a keyword `asked [B]`: other slots stay as they are. A commit of length 1
-  releases a slot, and forgets all of it. With taps it also has `features`: None where a
-  slot is released, otherwise `[B, A, taps, D]`, with `A` one more than the drafts on a
-  path. The first `k` of a slot that commits `k` tokens after `x[0, n)` are those of
-  positions `n - 1 .. n + k - 2`, in order: bit for bit what decoding computes there.
-  The others are zero.
-"""
+    @property
+    def gamma_max(self) -> int:
+        """The most tokens of a proposal."""
+        ...
+
+    @property
+    def num_slots(self) -> int:
+        """The sequences that run at once."""
+        ...
+
+    def init(
+        self, *, capacity: int, page_size: int, num_pages: int | None = None
+    ) -> Memory:
+        """Allocates as `Drafter.init`, with `num_pages` of all slots together, for a
+        memory that has pages; None: enough for all."""
+        ...
+
+    def prefill(
+        self, params: Params, memory: Memory, prompt: list[int], *, slot: int
+    ) -> Memory:
+        """Takes a prompt into a slot that is empty or was released. Donates `memory`.
+
+        A drafter with `taps` has one more keyword, `features [T, taps, D]`, of the
+        prompt without its last token, which was not run yet. The rest is padding.
+        """
+        ...
+
+    def propose(
+        self,
+        params: Params,
+        memory: Memory,
+        *,
+        tokens: Int[Array, "B max_len"],
+        length: Int[Array, " B"],
+        gamma: Int[Array, " B"],
+        sampling: Sampling,
+    ) -> tuple[Memory, Proposal]:
+        """Drafts as `Drafter.propose`. A drafter that draws with the target's settings,
+        `sampling`, and the same noise is kept more often."""
+        ...
+
+    def commit(
+        self,
+        params: Params,
+        memory: Memory,
+        length: Int[Array, " B"],
+        *,
+        asked: Bool[Array, " B"],
+    ) -> Memory:
+        """Keeps `length[b]` tokens in the slots asked; 1 releases a slot.
+
+        A drafter with `taps` has one more keyword, `features`: None where a slot is
+        released, otherwise `[B, A, taps, D]`, with `A` one more than the drafts on a
+        path. The first `k` of a slot that commits `k` tokens after `x[0, n)` are those
+        of positions `n - 1 .. n + k - 2`, in order: bit for bit what decoding computes
+        there. The others are zero.
+        """
+        ...
