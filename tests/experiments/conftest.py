@@ -1,15 +1,9 @@
-"""Fixtures for tests of scripts: one tiny pair, whose programs are compiled once."""
+"""Fixtures for tests of scripts: heads and targets of a tiny pair."""
 
 import pytest
 import tiny_pair
 
 from spec_jax.native import build
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory):
-    """Returns the folders of a target and a draft, which tests must not change."""
-    return tiny_pair.write(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.fixture(scope="session")
